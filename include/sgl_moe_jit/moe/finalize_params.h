@@ -1,0 +1,35 @@
+// SPDX-FileCopyrightText: The sgl_moe_jit authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// moe/finalize_params.h: one finalize call as plain pointers and numbers, for CUDA and CPU alike.
+//
+//   out[t, h] = shared[t, h] + factor * sum_k weights[t, k] * gemm2_out[row_of[t, k], h]
+//
+// T tokens, K = top_k, P permuted rows, H = hidden_dim, H_pad >= H columns in gemm2_out.
+#pragma once
+
+#include <cstdint>
+
+namespace sgl_moe_jit {
+namespace moe {
+
+constexpr int kMaxTopK = 64;
+
+struct FinalizeParams {
+  void* out;              // [T, H]
+  const void* gemm2_out;  // [P, H_pad], rows grouped by expert
+  const int32_t* row_of;  // [T, K], row of gemm2_out; negative = no row here, touches no memory
+  const void* weights;    // [T, K]
+  const void* shared;     // [T, H], or nullptr
+  int64_t out_stride;     // strides in elements between rows
+  int64_t gemm2_stride;
+  int64_t shared_stride;
+  int64_t num_tokens;
+  int64_t num_rows;     // P
+  int32_t hidden_dim;   // H
+  int32_t top_k;        // K, 1 to kMaxTopK
+  float routed_factor;  // multiplies the routed sum, never the shared row
+};
+
+}  // namespace moe
+}  // namespace sgl_moe_jit

@@ -1,0 +1,110 @@
+// SPDX-FileCopyrightText: The sgl_moe_jit authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// tvm_ffi_utils.h: what every binding needs to check a tensor and say what is wrong with it.
+//
+// A caller's mistake throws TypeError (dtype) or ValueError (shape, stride, device, range); each
+// message names the argument, what was expected and what came. Host code only.
+#pragma once
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/optional.h>
+
+#include <cstdint>
+#include <sstream>
+#include <string>
+
+#define SMJ_CHECK_VALUE(cond) \
+  if (!(cond)) TVM_FFI_THROW(ValueError)
+#define SMJ_CHECK_TYPE(cond) \
+  if (!(cond)) TVM_FFI_THROW(TypeError)
+
+namespace sgl_moe_jit {
+namespace host {
+
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+
+enum class DType { kFloat32, kBFloat16, kInt32, kInt64, kOther };
+
+inline DType dtype_of(DLDataType t) {
+  if (t.lanes != 1) return DType::kOther;
+  if (t.code == kDLFloat && t.bits == 32) return DType::kFloat32;
+  if (t.code == kDLBfloat && t.bits == 16) return DType::kBFloat16;
+  if (t.code == kDLInt && t.bits == 32) return DType::kInt32;
+  if (t.code == kDLInt && t.bits == 64) return DType::kInt64;
+  return DType::kOther;
+}
+
+inline int64_t item_size(DType t) { return t == DType::kBFloat16 ? 2 : t == DType::kInt64 ? 8 : 4; }
+
+inline std::string dtype_name(DLDataType t) {
+  switch (t.code) {
+    case kDLFloat:
+      return "float" + std::to_string(t.bits);
+    case kDLBfloat:
+      return "bfloat" + std::to_string(t.bits);
+    case kDLInt:
+      return "int" + std::to_string(t.bits);
+    case kDLUInt:
+      return "uint" + std::to_string(t.bits);
+    case kDLBool:
+      return "bool";
+    default:
+      return "dtype code " + std::to_string(t.code) + " of " + std::to_string(t.bits) + " bits";
+  }
+}
+
+inline std::string shape_text(const TensorView& x) {
+  std::ostringstream text;
+  text << "[";
+  for (int32_t i = 0; i < x.ndim(); ++i) text << (i ? ", " : "") << x.size(i);
+  text << "]";
+  return text.str();
+}
+
+inline std::string device_text(DLDevice d) {
+  std::string kind = d.device_type == kDLCPU ? "cpu" : d.device_type == kDLCUDA ? "cuda" : "device";
+  return d.device_type == kDLCPU ? kind : kind + ":" + std::to_string(d.device_id);
+}
+
+inline void check_device(const char* name, const TensorView& x, DLDevice expected) {
+  SMJ_CHECK_VALUE(x.device().device_type == expected.device_type &&
+                  x.device().device_id == expected.device_id)
+      << name << ": expected device " << device_text(expected) << " like the first tensor, got "
+      << device_text(x.device()) << "; move it with .to()";
+}
+
+// A [rows, columns] matrix whose columns lie side by side; rows may be any distance apart.
+inline void check_rows(const char* name, const TensorView& x) {
+  SMJ_CHECK_VALUE(x.ndim() == 2) << name << ": expected 2 dimensions, got shape " << shape_text(x);
+  SMJ_CHECK_VALUE(x.size(1) <= 1 || x.stride(1) == 1)
+      << name << ": expected adjacent columns (stride 1), got stride " << x.stride(1)
+      << "; call .contiguous()";
+  SMJ_CHECK_VALUE(x.size(0) <= 1 || x.stride(0) >= 0)
+      << name << ": expected a row stride >= 0, got " << x.stride(0) << "; call .contiguous()";
+}
+
+inline void check_contiguous(const char* name, const TensorView& x) {
+  SMJ_CHECK_VALUE(x.numel() == 0 || x.IsContiguous())
+      << name << ": expected a contiguous tensor, got a strided view; call .contiguous()";
+}
+
+// Distance between rows in elements; a single row has none, so its own width is used.
+inline int64_t row_stride(const TensorView& x) { return x.size(0) > 1 ? x.stride(0) : x.size(1); }
+
+struct ByteRange {
+  uintptr_t begin = 0, end = 0;
+  bool overlaps(const ByteRange& other) const { return begin < other.end && other.begin < end; }
+};
+
+inline ByteRange bytes_of_rows(const TensorView& x) {
+  if (x.numel() == 0) return {};
+  const auto begin = reinterpret_cast<uintptr_t>(x.data_ptr());
+  const int64_t last = (x.size(0) - 1) * row_stride(x) + x.size(1);
+  return {begin, begin + static_cast<uintptr_t>(last * item_size(dtype_of(x.dtype())))};
+}
+
+}  // namespace host
+}  // namespace sgl_moe_jit

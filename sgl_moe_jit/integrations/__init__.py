@@ -1,0 +1,3 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""Doors into other libraries. Each submodule imports its library only when it is itself imported."""

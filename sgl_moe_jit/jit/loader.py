@@ -1,0 +1,165 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""``load_jit``: a module from the cache, or built, loaded and published."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sgl_moe_jit.errors import LoadError, UnsupportedError
+from sgl_moe_jit.jit import build as building
+from sgl_moe_jit.jit import cache, dependencies, toolchain
+from sgl_moe_jit.jit.arch import CudaArch, current_arch
+from sgl_moe_jit.jit.spec import BuildSpec, Wrapper, make_spec
+
+logger = logging.getLogger("sgl_moe_jit.jit")
+
+
+def _preload_cudart(tools: building.Tools | None) -> None:
+    """Make ``libcudart.so.N`` findable by name: torch's CUDA builds have loaded it, its CPU build not."""
+    candidates: list[Path] = []
+    if tools is not None and tools.cuda is not None:
+        candidates.append(tools.cuda.cudart_path)
+    else:
+        roots = [path.parent.parent for _, path in toolchain.nvcc_places() if path is not None]
+        roots += [Path("/usr/local/cuda")]
+        package = dependencies.package_dir("nvidia")
+        if package is not None:
+            roots += [*package.glob("cu[0-9]*"), package / "cuda_runtime"]
+        for root in roots:
+            for folder in (root / "lib64", root / "lib"):
+                candidates += sorted(folder.glob("libcudart.so.[0-9]*"))
+    for path in candidates:
+        try:
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        except OSError:
+            continue
+        return
+
+
+def _load(module: Path, build: BuildSpec, tools: building.Tools | None) -> Any:
+    import tvm_ffi
+
+    try:
+        return tvm_ffi.load_module(str(module))
+    except Exception as error:
+        if not (build.uses_cuda and "libcudart" in str(error)):
+            raise
+    _preload_cudart(tools)
+    return tvm_ffi.load_module(str(module))
+
+
+def load_spec(build: BuildSpec) -> Any:
+    """Return the module of a spec: from the cache, or built now. See :func:`load_jit`."""
+    key = cache.key_of(build)
+    found = cache.find(build, key)
+    if found is not None:
+        try:
+            return _load(found, build, None)
+        except Exception as error:
+            cache.discard(found, error)
+    tools = building.find_tools(build)
+    staging = cache.new_staging()
+    target = f" for {build.arch.name}" if build.arch else ""
+    logger.info("building %s%s into %s", build.label, target, staging.parent.parent / build.label)
+    started = time.perf_counter()
+    try:
+        result = building.run_build(build, tools, staging)
+        leaf = cache.write_manifest(build, tools, result)
+        try:
+            module = _load(result.module, build, tools)
+        except Exception as error:
+            raise LoadError(f"{build.label}: the built module does not load: {error}") from error
+        try:
+            cache.publish(build, key, leaf, staging)
+        except OSError as error:
+            logger.warning("%s works but could not be cached: %s", build.label, error)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    logger.info("built %s%s in %.1f s", build.label, target, time.perf_counter() - started)
+    return module
+
+
+def load_jit(
+    *name: str,
+    cuda_files: Sequence[str | Path] = (),
+    cpp_files: Sequence[str | Path] = (),
+    cuda_wrappers: Sequence[Wrapper] = (),
+    cpp_wrappers: Sequence[Wrapper] = (),
+    extra_cflags: Sequence[str] = (),
+    extra_cuda_cflags: Sequence[str] = (),
+    extra_ldflags: Sequence[str] = (),
+    extra_include_paths: Sequence[str | Path] = (),
+    extra_dependencies: Sequence[str] = (),
+    header_only: bool | None = None,
+    arch: CudaArch | str | None = None,
+) -> Any:
+    """Compile C++ and CUDA sources into a TVM-FFI module, or load it from the cache.
+
+    Files are looked up in ``csrc/`` and ``include/`` of this package unless absolute. They compile
+    side by side in a private folder, are loaded, then published by rename. A hit starts no child
+    process and needs no compiler. Wrap the call in :func:`cache_once`; this function keeps nothing
+    in memory.
+
+    Args:
+        *name: One or more words; part of the cache key and of the log lines.
+        cuda_files: .cu sources for nvcc (headers, when ``cuda_wrappers`` are named).
+        cpp_files: .cc sources for the host compiler (headers, when ``cpp_wrappers`` are named).
+        cuda_wrappers: ``(export, function)`` pairs for header-only kernels: a source that includes
+            ``cuda_files`` and exports each function is generated.
+        cpp_wrappers: The same for ``cpp_files``.
+        extra_cflags: For the host compiler.
+        extra_cuda_cflags: For nvcc, such as ``-DNAME=value``.
+        extra_ldflags: For the link.
+        extra_include_paths: Searched after this package's own.
+        extra_dependencies: ``"cutlass"``, or ``"cutlass:nvidia-cutlass"`` /
+            ``"cutlass:flashinfer"``.
+        header_only: None means: true when wrappers are named.
+        arch: CUDA target of ``cuda_files``; None takes ``SGL_MOE_JIT_CUDA_ARCH``, else the current
+            device's.
+
+    Returns:
+        ``tvm_ffi.Module``; each export is an attribute.
+
+    Raises:
+        ValueError, FileNotFoundError: the arguments do not describe a build.
+        ToolchainError, DependencyError: on a miss, when a compiler or headers are missing.
+        BuildError: the compiler failed; starts with its first error.
+        LoadError: the built module does not load.
+        UnsupportedError: not Linux.
+    """
+    if not sys.platform.startswith("linux"):
+        raise UnsupportedError(f"kernels are built on Linux only, this is {sys.platform}")
+    if cuda_files:
+        arch = (
+            current_arch()
+            if arch is None
+            else CudaArch.parse(arch)
+            if isinstance(arch, str)
+            else arch
+        )
+    else:
+        arch = None
+    return load_spec(
+        make_spec(
+            name,
+            cuda_files=cuda_files,
+            cpp_files=cpp_files,
+            cuda_wrappers=cuda_wrappers,
+            cpp_wrappers=cpp_wrappers,
+            extra_cflags=extra_cflags,
+            extra_cuda_cflags=extra_cuda_cflags,
+            extra_ldflags=extra_ldflags,
+            extra_include_paths=extra_include_paths,
+            extra_dependencies=extra_dependencies,
+            header_only=header_only,
+            arch=arch,
+        )
+    )

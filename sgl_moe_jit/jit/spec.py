@@ -1,0 +1,202 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is to be built: a frozen value from which command lines and the cache key follow.
+
+Every path a compiler sees is relative to the build folder, where ``roots/<name>`` links to the real
+folder. So command lines hold no machine's paths, no path needs quoting, and the compiler's
+dependency list names files the same way on every machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_moe_jit.jit import paths
+from sgl_moe_jit.jit.arch import CudaArch
+from sgl_moe_jit.jit.dependencies import Dependency, find_dependency
+
+# Placeholders in command lines; the build fills them in, the key keeps them as they are.
+NVCC, CXX, CUDART = "{nvcc}", "{cxx}", "{cudart}"
+
+_CXX_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall")
+_CUDA_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC", "-Xcompiler=-fvisibility=hidden")
+_LINK_FLAGS = ("-shared", "-Wl,--no-undefined,--as-needed")
+
+Wrapper = tuple[str, str]  # (exported name, C++ function)
+
+
+@dataclass(frozen=True)
+class CompileUnit:
+    """One translation unit.
+
+    Attributes:
+        stem: File name of the object, without ``.o``.
+        source: Path relative to the build folder.
+        text: Generated source to write there, or None for a file below ``roots/``.
+        command: Argument list, with placeholders.
+    """
+
+    stem: str
+    source: str
+    text: str | None
+    command: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BuildSpec:
+    """Everything that reaches the compiler.
+
+    Attributes:
+        name: Parts of the module's name; ``label`` joins them.
+        units: Compiled side by side.
+        link: Argument list of the link, with placeholders.
+        roots: ``(name, folder)`` links made in the build folder.
+        dependencies: Header dependencies; provider and version are part of the key.
+        arch: CUDA target, or None for a module without device code.
+    """
+
+    name: tuple[str, ...]
+    units: tuple[CompileUnit, ...]
+    link: tuple[str, ...]
+    roots: tuple[tuple[str, Path], ...]
+    dependencies: tuple[Dependency, ...]
+    arch: CudaArch | None
+
+    @property
+    def label(self) -> str:
+        """The name as one file-name-safe word."""
+        return re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(self.name))
+
+    @property
+    def uses_cuda(self) -> bool:
+        """Whether the module has device code and links the CUDA runtime."""
+        return self.arch is not None
+
+
+def _wrapper_text(headers: Sequence[str], wrappers: Sequence[Wrapper]) -> str:
+    lines = ["#include <tvm/ffi/function.h>", *(f'#include "{header}"' for header in headers)]
+    for export, function in wrappers:
+        if not re.fullmatch(r"[A-Za-z_]\w*", export):
+            raise ValueError(f"wrappers: expected a C identifier to export, got {export!r}")
+        lines.append(f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({export}, ({function}));")
+    return "\n".join(lines) + "\n"
+
+
+class _Roots:
+    """Collects the folders a build refers to and names files relative to them."""
+
+    def __init__(self) -> None:
+        self.items: list[tuple[str, Path]] = []
+
+    def add(self, name: str, folder: Path) -> str:
+        self.items.append((name, folder.resolve()))
+        return f"roots/{name}"
+
+    def file(self, kind: str, index: int, name: str | Path) -> str:
+        """Return a source file's path below a root; relative names are looked up in csrc, include."""
+        path = Path(name)
+        if path.is_absolute():
+            if not path.is_file():
+                raise FileNotFoundError(f"{kind}[{index}]: no such file: {path}")
+            return f"{self.add(f'{kind}{index}', path.parent)}/{path.name}"
+        for root, folder in (("csrc", paths.csrc_dir()), ("include", paths.include_dir())):
+            if (folder / path).is_file():
+                return f"roots/{root}/{path.as_posix()}"
+        raise FileNotFoundError(f"{kind}[{index}]: {name} is in neither csrc/ nor include/")
+
+
+def make_spec(
+    name: tuple[str, ...],
+    *,
+    cuda_files: Sequence[str | Path] = (),
+    cpp_files: Sequence[str | Path] = (),
+    cuda_wrappers: Sequence[Wrapper] = (),
+    cpp_wrappers: Sequence[Wrapper] = (),
+    extra_cflags: Sequence[str] = (),
+    extra_cuda_cflags: Sequence[str] = (),
+    extra_ldflags: Sequence[str] = (),
+    extra_include_paths: Sequence[str | Path] = (),
+    extra_dependencies: Sequence[str] = (),
+    header_only: bool | None = None,
+    arch: CudaArch | None = None,
+) -> BuildSpec:
+    """Turn :func:`load_jit`'s arguments into a :class:`BuildSpec`. Starts no process.
+
+    Raises:
+        ValueError: nothing to compile, CUDA sources without ``arch``, or wrappers that do not fit.
+        FileNotFoundError: a source is missing.
+        DependencyError: a header dependency is missing.
+    """
+    import tvm_ffi.libinfo
+
+    if not name or not all(isinstance(part, str) and part for part in name):
+        raise ValueError(f"name: expected one or more non-empty strings, got {name!r}")
+    if not cuda_files and not cpp_files:
+        raise ValueError("cuda_files, cpp_files: expected at least one source")
+    if cuda_files and arch is None:
+        raise ValueError("arch: expected a CUDA target for cuda_files")
+    wrapped = bool(cuda_wrappers or cpp_wrappers)
+    header_only = wrapped if header_only is None else header_only
+    if header_only != wrapped:
+        raise ValueError("header_only: expected True exactly when wrappers are named")
+
+    roots = _Roots()
+    includes = [
+        f"-I{roots.add('csrc', paths.csrc_dir())}",
+        f"-I{roots.add('include', paths.include_dir())}",
+    ]
+    for i, folder in enumerate(extra_include_paths):
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(f"extra_include_paths[{i}]: no such folder: {folder}")
+        includes.append(f"-I{roots.add(f'extra{i}', Path(folder))}")
+    dependencies = tuple(find_dependency(d) for d in extra_dependencies)
+    for dependency in dependencies:
+        for i, folder in enumerate(dependency.include_dirs):
+            includes.append(f"-isystemroots/{dependency.name}{i}")
+            roots.add(f"{dependency.name}{i}", folder)
+    for i, folder in enumerate(dict.fromkeys(tvm_ffi.libinfo.include_paths())):
+        includes.append(f"-isystem{roots.add(f'tvm_ffi{i}', Path(folder))}")
+    if cuda_files:
+        # The build links roots/cuda to the toolkit's headers; nvcc finds its own.
+        cuda_include = ["-isystemroots/cuda"]
+    else:
+        cuda_include = []
+
+    cxx = [CXX, *_CXX_FLAGS, *includes, *cuda_include, *extra_cflags]
+    nvcc = [NVCC, *_CUDA_FLAGS, arch.gencode() if arch else "", *includes, *extra_cuda_cflags]
+    units: list[CompileUnit] = []
+
+    def add(
+        kind: str, files: Sequence[str | Path], wrappers: Sequence[Wrapper], base: list[str]
+    ) -> None:
+        sources = [roots.file(f"{kind}_files", i, f) for i, f in enumerate(files)]
+        suffix = ".cu" if kind == "cuda" else ".cc"
+        if wrappers:
+            text = _wrapper_text([source.split("/", 2)[2] for source in sources], wrappers)
+            here = sorted({f"-I{source.rsplit('/', 1)[0]}" for source in sources})
+            jobs = [(f"{kind}_wrappers{suffix}", text, here)]
+        else:
+            jobs = [(source, None, []) for source in sources]
+        for i, (source, text, here) in enumerate(jobs):
+            stem = f"{kind}{i}"
+            tail = ["-MD", "-MF", f"{stem}.d", "-c", source, "-o", f"{stem}.o"]
+            units.append(CompileUnit(stem, source, text, (*base, *here, *tail)))
+
+    add("cuda", cuda_files, cuda_wrappers, nvcc)
+    add("cpp", cpp_files, cpp_wrappers, cxx)
+    link = [CXX, *_LINK_FLAGS, *(f"{unit.stem}.o" for unit in units)]
+    if cuda_files:
+        link += ["-Lroots/cudart", CUDART]
+    link += ["-Lroots/tvm_ffi_lib", "-ltvm_ffi", "-lpthread", *extra_ldflags, "-o", "module.so"]
+    roots.add("tvm_ffi_lib", Path(tvm_ffi.libinfo.find_libtvm_ffi()).parent)
+    return BuildSpec(
+        name,
+        tuple(units),
+        tuple(link),
+        tuple(roots.items),
+        dependencies,
+        arch if cuda_files else None,
+    )

@@ -1,0 +1,146 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""Deferred finalize: the request, the un-finalized rows, and the one place that finishes either answer."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from sgl_moe_jit import env
+from sgl_moe_jit.ops import moe_finalize_fuse_shared
+
+_requested: ContextVar[bool] = ContextVar("sgl_moe_jit_deferred_finalize", default=False)
+
+
+class deferred_finalize_context:  # noqa: N801 - used like a function, as contextlib's own are
+    """Ask the runners called inside to hand over their rows un-finalized.
+
+    It is a request: a runner that cannot defer returns a finished tensor, and
+    :func:`finalize_output` takes either. Nested contexts restore the outer request, also when an
+    exception passes. The request belongs to this thread and asyncio task: a new thread starts
+    without it (``contextvars.copy_context`` carries it over). Do not ``yield`` inside it in a
+    generator: until the generator goes on, its caller runs with the request too.
+
+    With ``SGL_MOE_JIT_ENABLE_DEFERRED_FINALIZE=0`` it asks for nothing.
+
+    Args:
+        enabled: False withdraws an outer request.
+    """
+
+    __slots__ = ("_enabled", "_tokens")
+
+    def __init__(self, enabled: bool = True) -> None:
+        self._enabled = bool(enabled)
+        self._tokens: list[Token[bool]] = []
+
+    def __enter__(self) -> None:
+        self._tokens.append(_requested.set(self._enabled))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        token = self._tokens.pop()
+        try:
+            _requested.reset(token)
+        except ValueError:
+            # Closed in another context than it was opened in (a generator finished by another
+            # thread). There is nothing to restore here, and raising would hide the exception in
+            # flight.
+            pass
+
+
+def is_deferred_finalize_enabled() -> bool:
+    """Return whether the current thread and task asks runners to defer.
+
+    Not traceable by ``torch.compile``: pass ``defer=`` explicitly in compiled code.
+    """
+    return _requested.get() and env.ENABLE_DEFERRED_FINALIZE.get()
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredFinalizeOutput:
+    """A layer's expert rows before their weighted sum: everything that is still owed.
+
+    It keeps its tensors alive and is not a tensor: using it as one raises, so un-finalized rows can
+    never pass for hidden states. Finishing it twice gives the same result twice.
+
+    T tokens, K experts a token, P permuted rows, H hidden size, H_pad >= H.
+
+    Attributes:
+        gemm2_out: [P, H_pad] bfloat16 or float32. Rows no slot refers to may hold anything.
+        expert_weights: [T, K] float32 or bfloat16.
+        expanded_idx_to_permuted_idx: [T, K] or [T * K] int32; negative = no row.
+        top_k: K.
+        routed_scaling_factor: Factor still due on the routed sum; applied by :meth:`finalize`,
+            once.
+        hidden_dim: H; None means H_pad.
+    """
+
+    gemm2_out: Tensor
+    expert_weights: Tensor
+    expanded_idx_to_permuted_idx: Tensor
+    top_k: int
+    routed_scaling_factor: float = 1.0
+    hidden_dim: int | None = None
+
+    def finalize(
+        self,
+        shared_output: Tensor | None = None,
+        *,
+        enable_pdl: bool | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the weighted sum of the rows plus ``shared_output``: [T, H].
+
+        Arguments and errors are those of :func:`sgl_moe_jit.moe_finalize_fuse_shared`.
+        """
+        return moe_finalize_fuse_shared(
+            self.gemm2_out,
+            self.expanded_idx_to_permuted_idx,
+            self.expert_weights,
+            shared_output,
+            self.top_k,
+            enable_pdl,
+            routed_scaling_factor=self.routed_scaling_factor,
+            hidden_dim=self.hidden_dim,
+            out=out,
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        name = getattr(func, "__name__", repr(func))
+        raise TypeError(
+            f"{name}: got a DeferredFinalizeOutput, which is not a tensor; call .finalize() first"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"DeferredFinalizeOutput has no attribute {name!r}; it is not a tensor: call .finalize() first"
+        )
+
+
+def finalize_output(
+    output: Tensor | DeferredFinalizeOutput, shared_output: Tensor | None = None
+) -> Tensor:
+    """Finish a runner's answer, deferred or not, and add the shared expert's output once.
+
+    Args:
+        output: [T, H] tensor, or the un-finalized rows.
+        shared_output: [T, H], or None.
+
+    Returns:
+        [T, H]. One rounding when deferred; a finished tensor was rounded before the add.
+    """
+    if isinstance(output, DeferredFinalizeOutput):
+        return output.finalize(shared_output)
+    return output if shared_output is None else output + shared_output

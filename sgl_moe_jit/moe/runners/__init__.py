@@ -1,0 +1,27 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runners: each computes a layer's expert rows its own way, and may hand them over un-finalized."""
+
+from sgl_moe_jit.moe.runners import native  # registers
+from sgl_moe_jit.moe.runners.base import (
+    MoERunner,
+    RunnerEntry,
+    Selection,
+    Support,
+    create_runner,
+    register_runner,
+    runner_names,
+    select_runner,
+)
+
+__all__ = [
+    "MoERunner",
+    "RunnerEntry",
+    "Selection",
+    "Support",
+    "create_runner",
+    "native",
+    "register_runner",
+    "runner_names",
+    "select_runner",
+]

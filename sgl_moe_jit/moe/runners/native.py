@@ -1,0 +1,117 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""The ``native`` runner: plain torch, any device and dtype, one expert after another."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sgl_moe_jit.moe.config import ExpertWeights, MoEConfig
+from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
+from sgl_moe_jit.moe.runners.base import (
+    RunnerEntry,
+    Support,
+    check_topk,
+    register_runner,
+    wants_defer,
+)
+from sgl_moe_jit.moe.topk import StandardTopKOutput, TopKFormat
+
+_DEFERRABLE = (torch.bfloat16, torch.float32)
+
+
+def _expert_rows(weights: ExpertWeights, expert: int, x: Tensor) -> Tensor:
+    """Return one expert's output for its tokens: [N, H]."""
+    up_bias = weights.up_bias[expert] if weights.up_bias is not None else None
+    down_bias = weights.down_bias[expert] if weights.down_bias is not None else None
+    up, down = weights.up[expert], weights.down[expert]
+    if weights.is_transposed:
+        up, down = up.t(), down.t()
+    hidden = weights.activation(torch.nn.functional.linear(x, up, up_bias))
+    rows = torch.nn.functional.linear(hidden, down, down_bias)
+    return rows if weights.post_expert_norm is None else weights.post_expert_norm(rows)
+
+
+def weighted_sum(rows: Tensor, slot_of_row: Tensor, topk_output: StandardTopKOutput) -> Tensor:
+    """Sum rows into tokens in ascending k, in float32 or wider, rounded once.
+
+    Args:
+        rows: [R, H], one for each present slot.
+        slot_of_row: [R] flat slot (token * K + k) of each row.
+        topk_output: The router's choice.
+    """
+    num_tokens, top_k = topk_output.topk_ids.shape
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    order = slot_of_row.argsort()
+    row_slot, rows = slot_of_row[order], rows[order]
+    flat_weights = topk_output.topk_weights.reshape(-1).to(wide)
+    total = torch.zeros(num_tokens, rows.shape[1], dtype=wide, device=rows.device)
+    for k in range(top_k):
+        here = (row_slot % top_k == k).nonzero().squeeze(1)
+        term = flat_weights[row_slot[here], None] * rows[here].to(wide)
+        total = total.index_add(0, row_slot[here] // top_k, term)
+    if topk_output.routed_scaling_factor != 1.0:
+        total = total * topk_output.routed_scaling_factor
+    return total.to(rows.dtype)
+
+
+class NativeRunner:
+    """Runs a layer's experts in plain torch; the reference for every other runner.
+
+    Rows are in expert order, and in slot order within an expert. Finished here, the sum is a plain
+    torch expression in float32; deferred, it is the fused op's.
+    """
+
+    name = "native"
+    mutates_input = False
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        self._weights = weights
+        self._config = MoEConfig.of(weights)
+
+    def can_defer(self, topk_format: TopKFormat) -> bool:
+        """Return whether the fused op takes this layer's dtype and device."""
+        return (
+            topk_format is TopKFormat.STANDARD
+            and self._config.dtype in _DEFERRABLE
+            and self._config.device.type in ("cpu", "cuda")
+        )
+
+    def run(
+        self, hidden_states: Tensor, topk_output: StandardTopKOutput, *, defer: bool | None = None
+    ) -> Tensor | DeferredFinalizeOutput:
+        """See :class:`MoERunner`. Synchronises with the device once an expert."""
+        check_topk(hidden_states, topk_output, self._config.hidden_dim)
+        ids = topk_output.topk_ids.reshape(-1)
+        top_k = topk_output.topk_ids.shape[1]
+        parts: list[Tensor] = []
+        slots: list[Tensor] = []
+        for expert in range(self._config.num_experts):
+            slot = (ids == expert).nonzero().squeeze(1)
+            if slot.numel() == 0:
+                continue
+            slots.append(slot)
+            parts.append(_expert_rows(self._weights, expert, hidden_states[slot // top_k]))
+        if parts:
+            rows, slot_of_row = torch.cat(parts), torch.cat(slots)
+        else:
+            rows, slot_of_row = hidden_states[:0], ids.new_empty(0, dtype=torch.int64)
+        if not (wants_defer(defer) and self.can_defer(topk_output.format)):
+            return weighted_sum(rows, slot_of_row, topk_output)
+        row_of = torch.full_like(ids, -1, dtype=torch.int32)
+        row_of[slot_of_row] = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+        weights = topk_output.topk_weights
+        if weights.dtype not in _DEFERRABLE:
+            weights = weights.float()
+        return DeferredFinalizeOutput(
+            gemm2_out=rows,
+            expert_weights=weights.contiguous(),
+            expanded_idx_to_permuted_idx=row_of.view(topk_output.topk_ids.shape),
+            top_k=top_k,
+            routed_scaling_factor=topk_output.routed_scaling_factor,
+            hidden_dim=self._config.hidden_dim,
+        )
+
+
+register_runner(RunnerEntry("native", lambda config: Support(True), NativeRunner))
