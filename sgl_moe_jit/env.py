@@ -88,7 +88,7 @@ CUDA_ARCH: EnvVar[str | None] = EnvVar(
     "SGL_MOE_JIT_CUDA_ARCH",
     None,
     str,
-    "CUDA target such as `9.0a` or `sm_90a`. Unset: the tensor's device decides.",
+    "CUDA target (`9.0a`), read at a kernel's first load. Unset: the tensor's device decides.",
 )
 MAX_JOBS: EnvVar[int | None] = EnvVar(
     "SGL_MOE_JIT_MAX_JOBS",

@@ -4,8 +4,9 @@
 
 ``memo`` one result a typed call · ``paths`` sources and cache folder · ``arch`` CUDA targets ·
 ``toolchain`` compilers · ``dependencies`` CUTLASS headers · ``spec`` what is to be built ·
-``parallel`` jobs side by side · ``build`` one build · ``cache`` which built module is still exact ·
-``loader`` ``load_jit`` · ``variants`` the registry of shipped kernels.
+``parallel`` jobs side by side · ``build`` one build · ``manifest`` what it was made from ·
+``cache`` which built module is still exact · ``loader`` ``load_jit`` · ``variants`` the registry of
+shipped kernels.
 """
 
 from sgl_moe_jit.jit.arch import CudaArch, arch_of_capability, current_arch

@@ -11,6 +11,11 @@ from sgl_moe_jit import env
 
 _PATTERN = re.compile(r"(?:sm_|compute_)?(\d+)(?:\.(\d))?([af]?)")
 
+# What nvcc of CUDA 12.8 to 13.0 can build for, from 8.0 up.
+_KNOWN = (
+    *((8, 0), (8, 6), (8, 7), (8, 8), (8, 9), (9, 0)),
+    *((10, 0), (10, 3), (11, 0), (12, 0), (12, 1)),
+)
 # Architecture-specific ("a") and family ("f") targets exist only for these, as `nvcc --help` of
 # CUDA 13.0 lists them.
 _SPECIFIC = {(9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)}
@@ -36,8 +41,8 @@ class CudaArch:
         """Read ``9.0``, ``9.0a``, ``90a``, ``sm_90a`` or ``compute_90a``.
 
         Raises:
-            ValueError: not such a form, below 8.0, or a target that does not exist; quotes the
-                text.
+            ValueError: not such a form, below 8.0, or a target or an ``a`` or ``f`` form that does
+                not exist; quotes the text.
         """
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
@@ -50,10 +55,11 @@ class CudaArch:
         arch = cls(int(digits), int(minor), suffix)
         if arch.major < 8:
             raise ValueError(f"CUDA target: expected 8.0 or newer (bfloat16), got {text!r}")
-        known = {"": True, "a": (arch.major, arch.minor) in _SPECIFIC}.get(
-            suffix, (arch.major, arch.minor) in _FAMILY
-        )
-        if not known:
+        if (arch.major, arch.minor) not in _KNOWN:
+            known = ", ".join(f"{major}.{minor}" for major, minor in _KNOWN)
+            raise ValueError(f"CUDA target: expected one of {known}, got {text!r}")
+        forms = {"a": _SPECIFIC, "f": _FAMILY}
+        if suffix and (arch.major, arch.minor) not in forms[suffix]:
             raise ValueError(
                 f"CUDA target: sm_{digits}{minor} has no {suffix!r} form, got {text!r}"
             )
@@ -77,6 +83,8 @@ class CudaArch:
 
 def arch_of_capability(major: int, minor: int) -> CudaArch:
     """Return the target built for a device of this compute capability.
+
+    A device newer than this library gets its plain target: whether that exists, nvcc knows.
 
     Raises:
         ValueError: below 8.0.

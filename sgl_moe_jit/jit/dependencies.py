@@ -46,6 +46,9 @@ def package_dir(module: str) -> Path | None:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
+_CUTLASS_PROVIDERS = ("CUTLASS_PATH", "nvidia-cutlass", "flashinfer")
+
+
 def _cutlass_candidates() -> Iterator[tuple[str, Path | None]]:
     chosen = os.environ.get("CUTLASS_PATH", "").strip()
     yield "CUTLASS_PATH", Path(chosen) if chosen else None
@@ -69,8 +72,13 @@ def find_cutlass(provider: str | None = None) -> Dependency:
             found.
 
     Raises:
+        ValueError: unknown provider.
         DependencyError: none found; lists the places and the pip command.
     """
+    if provider is not None and provider not in _CUTLASS_PROVIDERS:
+        raise ValueError(
+            f"cutlass: expected a provider of {', '.join(_CUTLASS_PROVIDERS)}, got {provider!r}"
+        )
     tried = []
     for who, base in _cutlass_candidates():
         if provider is not None and who != provider:
@@ -96,7 +104,7 @@ def find_dependency(name: str) -> Dependency:
     """Return the headers of ``cutlass``, or of ``cutlass:<provider>``.
 
     Raises:
-        ValueError: unknown name.
+        ValueError: unknown name or provider.
         DependencyError: not found.
     """
     base, _, provider = name.partition(":")

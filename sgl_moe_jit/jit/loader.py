@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
 import shutil
 import sys
 import time
@@ -15,74 +16,78 @@ from typing import Any
 
 from sgl_moe_jit.errors import LoadError, UnsupportedError
 from sgl_moe_jit.jit import build as building
-from sgl_moe_jit.jit import cache, dependencies, toolchain
+from sgl_moe_jit.jit import cache, manifest, paths, toolchain
 from sgl_moe_jit.jit.arch import CudaArch, current_arch
-from sgl_moe_jit.jit.spec import BuildSpec, Wrapper, make_spec
+from sgl_moe_jit.jit.spec import BuildSpec, Wrapper, make_spec, require_lists
 
 logger = logging.getLogger("sgl_moe_jit.jit")
 
 
-def _preload_cudart(tools: building.Tools | None) -> None:
-    """Make ``libcudart.so.N`` findable by name: torch's CUDA builds have loaded it, its CPU build not."""
-    candidates: list[Path] = []
+def _preload_cudart(name: str, tools: building.Tools | None) -> None:
+    """Load ``libcudart.so.N``, so that a module finds it by name.
+
+    torch's CUDA builds have loaded it. A CPU build has not, nor one for another CUDA version.
+    """
+    roots = toolchain.cuda_roots()
     if tools is not None and tools.cuda is not None:
-        candidates.append(tools.cuda.cudart_path)
-    else:
-        roots = [path.parent.parent for _, path in toolchain.nvcc_places() if path is not None]
-        roots += [Path("/usr/local/cuda")]
-        package = dependencies.package_dir("nvidia")
-        if package is not None:
-            roots += [*package.glob("cu[0-9]*"), package / "cuda_runtime"]
-        for root in roots:
-            for folder in (root / "lib64", root / "lib"):
-                candidates += sorted(folder.glob("libcudart.so.[0-9]*"))
-    for path in candidates:
-        try:
-            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-        except OSError:
-            continue
-        return
+        roots.insert(0, tools.cuda.root)
+    for root in roots:
+        for folder in toolchain.library_dirs(root):
+            try:
+                ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+            except OSError:
+                continue
+            return
 
 
-def _load(module: Path, build: BuildSpec, tools: building.Tools | None) -> Any:
+def _load(module: Path, tools: building.Tools | None) -> Any:
     import tvm_ffi
 
     try:
         return tvm_ffi.load_module(str(module))
     except Exception as error:
-        if not (build.uses_cuda and "libcudart" in str(error)):
+        missing = re.search(r"libcudart\.so\.\d+", str(error))
+        if missing is None:
             raise
-    _preload_cudart(tools)
+    _preload_cudart(missing.group(), tools)
     return tvm_ffi.load_module(str(module))
 
 
 def load_spec(build: BuildSpec) -> Any:
     """Return the module of a spec: from the cache, or built now. See :func:`load_jit`."""
+    if not sys.platform.startswith("linux"):
+        raise UnsupportedError(f"kernels are built on Linux only, this is {sys.platform}")
     key = cache.key_of(build)
     found = cache.find(build, key)
     if found is not None:
         try:
-            return _load(found, build, None)
+            return _load(found, None)
         except Exception as error:
-            cache.discard(found, error)
+            building.find_tools(build)  # raises here, before an entry is lost that cannot be remade
+            cache.discard(found.parent, error)
     tools = building.find_tools(build)
     staging = cache.new_staging()
     target = f" for {build.arch.name}" if build.arch else ""
-    logger.info("building %s%s into %s", build.label, target, staging.parent.parent / build.label)
+    logger.info("building %s%s into %s", build.label, target, paths.cache_root())
     started = time.perf_counter()
     try:
         result = building.run_build(build, tools, staging)
-        leaf = cache.write_manifest(build, tools, result)
+        leaf = manifest.write(build, tools, result)
         try:
-            module = _load(result.module, build, tools)
+            module = _load(result.module, tools)
         except Exception as error:
             raise LoadError(f"{build.label}: the built module does not load: {error}") from error
+        changed = manifest.changed_during(result)
         try:
-            cache.publish(build, key, leaf, staging)
+            if not changed:
+                cache.publish(build, key, leaf, staging)
         except OSError as error:
             logger.warning("%s works but could not be cached: %s", build.label, error)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+    if changed:
+        # Which of its two contents was compiled is not known, so the next process builds again.
+        logger.warning("%s is not cached: %s changed while it was built", build.label, changed[0])
     logger.info("built %s%s in %.1f s", build.label, target, time.perf_counter() - started)
     return module
 
@@ -129,24 +134,21 @@ def load_jit(
         ``tvm_ffi.Module``; each export is an attribute.
 
     Raises:
+        TypeError: a string where a list of strings is expected.
         ValueError, FileNotFoundError: the arguments do not describe a build.
-        ToolchainError, DependencyError: on a miss, when a compiler or headers are missing.
+        DependencyError: headers of ``extra_dependencies`` are missing.
+        ToolchainError: on a miss, when a compiler is missing.
         BuildError: the compiler failed; starts with its first error.
         LoadError: the built module does not load.
         UnsupportedError: not Linux.
     """
-    if not sys.platform.startswith("linux"):
-        raise UnsupportedError(f"kernels are built on Linux only, this is {sys.platform}")
-    if cuda_files:
-        arch = (
-            current_arch()
-            if arch is None
-            else CudaArch.parse(arch)
-            if isinstance(arch, str)
-            else arch
-        )
-    else:
+    require_lists(cuda_files=cuda_files)  # before a device is asked for
+    if not cuda_files:
         arch = None
+    elif arch is None:
+        arch = current_arch()
+    elif isinstance(arch, str):
+        arch = CudaArch.parse(arch)
     return load_spec(
         make_spec(
             name,

@@ -14,18 +14,21 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
 P = ParamSpec("P")
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+_MISSING: Any = object()
 
 # Immutable scalars whose equality never crosses a type once the type stands beside them in the key.
 _PLAIN = (int, bool, str, bytes, type(None))
 
 
 def _typed(value: Any) -> Any:
-    """Return a key part under which 1, True and 1.0 differ, also inside tuples, and -0.0 from 0.0."""
+    """Return a key part under which 1, True, 1.0 and -0.0, 0.0 differ, also inside tuples."""
     kind = type(value)
     if kind in _PLAIN:
         return (kind, value)
-    if kind is float:
-        return (kind, value.hex())
+    if isinstance(value, float):
+        return (kind, float.hex(value))
     if isinstance(value, tuple):
         return (kind, tuple(map(_typed, value)))
     if isinstance(value, frozenset):
@@ -44,10 +47,10 @@ class _Pending:
         self.users = 0
 
 
-class CachedOnce(Protocol[P, R]):
+class CachedOnce(Protocol[P, R_co]):
     """What :func:`cache_once` returns."""
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Return the one result for these arguments, computing it on the first call."""
         ...
 
@@ -91,8 +94,9 @@ class _Table(Generic[R]):
             pending.users += 1
         try:
             with pending.lock:
-                if key in self.results:  # another thread was first
-                    return self.results[key]
+                found = self.results.get(key, _MISSING)
+                if found is not _MISSING:  # another thread was first
+                    return cast("R", found)
                 pending.owner = threading.get_ident()
                 try:
                     # An exception leaves no entry: a later call, or the next waiter, tries again.
@@ -151,8 +155,10 @@ def cache_once(function: Callable[P, R]) -> CachedOnce[P, R]:
             key = table.normalise(args, kwargs)  # 3 us; the all-positional spelling avoids it
         else:
             key = tuple(map(_typed, args))
-        if key in results:
-            return results[key]
+        # One look-up, not `in` and then []: cache_clear may run between two.
+        found = results.get(key, _MISSING)
+        if found is not _MISSING:
+            return cast("R", found)
         return table.compute(key, args, kwargs)
 
     # Dynamo calls such a function while tracing and burns its result in, instead of tracing into

@@ -42,6 +42,9 @@ def cache_root() -> Path:
 
     Order: ``SGL_MOE_JIT_CACHE_DIR``, ``$XDG_CACHE_HOME/sgl_moe_jit``, ``~/.cache/sgl_moe_jit`` when
     the home folder exists and is not ``/``, else a folder of this user in the temporary folder.
+
+    Raises:
+        PermissionError: that last folder belongs to somebody else, whose code it would run.
     """
     chosen = env.CACHE_DIR.get()
     if chosen is not None:
@@ -53,4 +56,9 @@ def cache_root() -> Path:
     home = os.path.expanduser("~")  # noqa: PTH111
     if home not in ("~", "/") and Path(home).is_dir() and os.access(home, os.W_OK):
         return Path(home) / ".cache" / "sgl_moe_jit"
-    return Path(tempfile.gettempdir()) / f"sgl_moe_jit-{os.getuid()}"
+    shared = Path(tempfile.gettempdir()) / f"sgl_moe_jit-{os.getuid()}"
+    if os.path.lexists(shared) and shared.lstat().st_uid != os.getuid():
+        raise PermissionError(
+            f"{shared} belongs to another user; set {env.CACHE_DIR.name} to a folder of your own"
+        )
+    return shared

@@ -9,6 +9,7 @@ dependency list names files the same way on every machine.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ NVCC, CXX, CUDART = "{nvcc}", "{cxx}", "{cudart}"
 
 _CXX_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall")
 _CUDA_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC", "-Xcompiler=-fvisibility=hidden")
-_LINK_FLAGS = ("-shared", "-Wl,--no-undefined,--as-needed")
+# --trace: the linker names every file it reads. Unlike --dependency-file, every linker has it.
+_LINK_FLAGS = ("-shared", "-Wl,--no-undefined,--as-needed,--trace")
 
 Wrapper = tuple[str, str]  # (exported name, C++ function)
 
@@ -67,8 +69,8 @@ class BuildSpec:
 
     @property
     def label(self) -> str:
-        """The name as one file-name-safe word."""
-        return re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(self.name))
+        """The name as one word that is safe, and short enough, as a file name."""
+        return re.sub(r"[^A-Za-z0-9_.-]|^\.", "_", "-".join(self.name))[:100]
 
     @property
     def uses_cuda(self) -> bool:
@@ -85,6 +87,32 @@ def _wrapper_text(headers: Sequence[str], wrappers: Sequence[Wrapper]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def require_lists(**arguments: object) -> None:
+    """Refuse one string, which would be taken letter by letter, and items that are no text.
+
+    Raises:
+        TypeError: names the argument, or the item.
+    """
+    for name, value in arguments.items():
+        if isinstance(value, (str, bytes, os.PathLike)) or not isinstance(value, Sequence):
+            raise TypeError(f"{name}: expected a list of strings, got {value!r}; put it in [ ]")
+        kinds = (str, os.PathLike) if name.endswith(("_files", "_paths")) else str
+        for i, item in enumerate(value):
+            if not isinstance(item, kinds):
+                raise TypeError(f"{name}[{i}]: expected a string, got {item!r}")
+
+
+def _refuse_response_files(**arguments: Sequence[str]) -> None:
+    # What stands in such a file would reach the compiler and not the key.
+    for name, words in arguments.items():
+        for i, word in enumerate(words):
+            if re.match(r"@|-(W[alp]|X[a-z]+|-[a-z]+-options)[,=](.*,)?@", word):
+                raise ValueError(
+                    f"{name}[{i}]: expected flags, got a file of flags {word!r}; "
+                    "pass what it contains"
+                )
+
+
 class _Roots:
     """Collects the folders a build refers to and names files relative to them."""
 
@@ -96,7 +124,7 @@ class _Roots:
         return f"roots/{name}"
 
     def file(self, kind: str, index: int, name: str | Path) -> str:
-        """Return a source file's path below a root; relative names are looked up in csrc, include."""
+        """Return a source's path below a root; relative names are looked up in csrc, include."""
         path = Path(name)
         if path.is_absolute():
             if not path.is_file():
@@ -126,7 +154,9 @@ def make_spec(
     """Turn :func:`load_jit`'s arguments into a :class:`BuildSpec`. Starts no process.
 
     Raises:
-        ValueError: nothing to compile, CUDA sources without ``arch``, or wrappers that do not fit.
+        TypeError: a string where a list of strings is expected.
+        ValueError: nothing to compile, CUDA sources without ``arch``, wrappers that do not fit, or
+            an ``@file`` among the flags.
         FileNotFoundError: a source is missing.
         DependencyError: a header dependency is missing.
     """
@@ -134,10 +164,29 @@ def make_spec(
 
     if not name or not all(isinstance(part, str) and part for part in name):
         raise ValueError(f"name: expected one or more non-empty strings, got {name!r}")
+    flags = {
+        "extra_cflags": extra_cflags,
+        "extra_cuda_cflags": extra_cuda_cflags,
+        "extra_ldflags": extra_ldflags,
+    }
+    require_lists(
+        cuda_files=cuda_files,
+        cpp_files=cpp_files,
+        extra_include_paths=extra_include_paths,
+        extra_dependencies=extra_dependencies,
+        **flags,
+    )
+    _refuse_response_files(**flags)
     if not cuda_files and not cpp_files:
         raise ValueError("cuda_files, cpp_files: expected at least one source")
     if cuda_files and arch is None:
         raise ValueError("arch: expected a CUDA target for cuda_files")
+    for kind, files, pairs in (
+        ("cuda", cuda_files, cuda_wrappers),
+        ("cpp", cpp_files, cpp_wrappers),
+    ):
+        if pairs and not files:
+            raise ValueError(f"{kind}_wrappers: expected the header to wrap in {kind}_files")
     wrapped = bool(cuda_wrappers or cpp_wrappers)
     header_only = wrapped if header_only is None else header_only
     if header_only != wrapped:
@@ -155,15 +204,11 @@ def make_spec(
     dependencies = tuple(find_dependency(d) for d in extra_dependencies)
     for dependency in dependencies:
         for i, folder in enumerate(dependency.include_dirs):
-            includes.append(f"-isystemroots/{dependency.name}{i}")
-            roots.add(f"{dependency.name}{i}", folder)
+            includes += ["-isystem", roots.add(f"{dependency.name}{i}", folder)]
     for i, folder in enumerate(dict.fromkeys(tvm_ffi.libinfo.include_paths())):
-        includes.append(f"-isystem{roots.add(f'tvm_ffi{i}', Path(folder))}")
-    if cuda_files:
-        # The build links roots/cuda to the toolkit's headers; nvcc finds its own.
-        cuda_include = ["-isystemroots/cuda"]
-    else:
-        cuda_include = []
+        includes += ["-isystem", roots.add(f"tvm_ffi{i}", Path(folder))]
+    # The build links roots/cuda to the toolkit's headers; nvcc finds its own.
+    cuda_include = ["-isystem", "roots/cuda"] if cuda_files else []
 
     cxx = [CXX, *_CXX_FLAGS, *includes, *cuda_include, *extra_cflags]
     nvcc = [NVCC, *_CUDA_FLAGS, arch.gencode() if arch else "", *includes, *extra_cuda_cflags]
@@ -173,17 +218,14 @@ def make_spec(
         kind: str, files: Sequence[str | Path], wrappers: Sequence[Wrapper], base: list[str]
     ) -> None:
         sources = [roots.file(f"{kind}_files", i, f) for i, f in enumerate(files)]
-        suffix = ".cu" if kind == "cuda" else ".cc"
-        if wrappers:
-            text = _wrapper_text([source.split("/", 2)[2] for source in sources], wrappers)
-            here = sorted({f"-I{source.rsplit('/', 1)[0]}" for source in sources})
-            jobs = [(f"{kind}_wrappers{suffix}", text, here)]
-        else:
-            jobs = [(source, None, []) for source in sources]
-        for i, (source, text, here) in enumerate(jobs):
+        text = None
+        if wrappers:  # one generated source, which lies in the build folder beside roots/
+            text = _wrapper_text(sources, wrappers)
+            sources = [f"{kind}_wrappers.{'cu' if kind == 'cuda' else 'cc'}"]
+        for i, source in enumerate(sources):
             stem = f"{kind}{i}"
-            tail = ["-MD", "-MF", f"{stem}.d", "-c", source, "-o", f"{stem}.o"]
-            units.append(CompileUnit(stem, source, text, (*base, *here, *tail)))
+            tail = ("-MD", "-MF", f"{stem}.d", "-c", source, "-o", f"{stem}.o")
+            units.append(CompileUnit(stem, source, text, (*base, *tail)))
 
     add("cuda", cuda_files, cuda_wrappers, nvcc)
     add("cpp", cpp_files, cpp_wrappers, cxx)

@@ -21,15 +21,26 @@ from pathlib import Path
 from sgl_moe_jit.errors import ToolchainError
 
 _PIP_COMMAND = "pip install 'sgl-moe-jit[nvcc]'"
+_DEFAULT_ROOT = Path("/usr/local/cuda")
+# Programs that stand before the compiler in CXX and start it.
+_LAUNCHERS = frozenset({"ccache", "sccache", "distcc", "icecc", "env"})
 
 
 @dataclass(frozen=True)
 class HostCompiler:
-    """A C++ compiler: ``argv`` starts it (``CXX="ccache g++"`` has two words)."""
+    """A C++ compiler: ``argv`` starts it (``CXX="ccache g++"`` has two words).
+
+    Attributes:
+        argv: What to run.
+        path: The compiler itself, in the example g++.
+        how: How it was found.
+        flags: The words of ``argv`` that change what it makes: neither compiler nor launcher.
+    """
 
     argv: tuple[str, ...]
     path: Path
     how: str
+    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,8 +57,8 @@ class CudaToolkit:
 
     Attributes:
         nvcc: What to run; may be a wrapper.
-        root: Folder that holds ``include/cuda_runtime.h``, as the compiler itself sees it.
-        include: Folder of the runtime's headers.
+        root: The toolkit's folder, as the compiler itself sees it.
+        include: Folder of ``cuda_runtime.h``.
         lib: Folder of the CUDA runtime library.
         cudart: Linker argument, ``-lcudart`` or ``-l:libcudart.so.13``.
         cudart_path: The shared library's file.
@@ -71,15 +82,37 @@ class CudaToolkit:
         return behind if behind.is_file() else self.nvcc
 
 
+def _parse_cxx(text: str) -> HostCompiler:
+    try:
+        argv = tuple(shlex.split(text))
+    except ValueError as error:
+        raise ToolchainError(
+            f"CXX: expected a command line, got {text!r}: {str(error).lower()}"
+        ) from None
+    launched = False
+    flags: list[str] = []
+    for i, word in enumerate(argv):
+        if Path(word).name in _LAUNCHERS:
+            launched = True
+            continue
+        path = None if word.startswith("-") else shutil.which(word)
+        if path is not None:
+            return HostCompiler(argv, Path(path), "CXX", (*flags, *argv[i + 1 :]))
+        if not launched:
+            break
+        flags.append(word)  # a launcher's option, or a variable that env sets
+    raise ToolchainError(f"CXX: expected a C++ compiler on PATH, got {text!r}")
+
+
 def locate_host_compiler() -> HostCompiler | None:
-    """Return ``$CXX``, else the first of g++, c++, clang++ on PATH. Starts no process."""
+    """Return ``$CXX``, else the first of g++, c++, clang++ on PATH. Starts no process.
+
+    Raises:
+        ToolchainError: ``CXX`` is set and names no compiler.
+    """
     chosen = os.environ.get("CXX", "").strip()
     if chosen:
-        argv = tuple(shlex.split(chosen))
-        found = [shutil.which(word) for word in argv if not word.startswith("-")]
-        if not found or found[-1] is None:
-            raise ToolchainError(f"CXX: expected a C++ compiler on PATH, got {chosen!r}")
-        return HostCompiler(argv, Path(found[-1]), "CXX")
+        return _parse_cxx(chosen)
     for name in ("g++", "c++", "clang++"):
         path = shutil.which(name)
         if path is not None:
@@ -102,7 +135,7 @@ def require_host_compiler() -> HostCompiler:
     return found
 
 
-def _pip_roots() -> Iterator[Path]:
+def pip_roots() -> Iterator[Path]:
     """Yield toolkit roots inside the ``nvidia`` namespace package, CUDA 13 layout first."""
     try:
         spec = importlib.util.find_spec("nvidia")
@@ -121,8 +154,8 @@ def nvcc_places() -> list[tuple[str, Path | None]]:
         places.append((name, Path(value) / "bin" / "nvcc" if value else None))
     on_path = shutil.which("nvcc")
     places.append(("PATH", Path(on_path) if on_path else None))
-    places.extend(("pip", root / "bin" / "nvcc") for root in _pip_roots())
-    places.append(("default", Path("/usr/local/cuda/bin/nvcc")))
+    places.extend(("pip", root / "bin" / "nvcc") for root in pip_roots())
+    places.append(("default", _DEFAULT_ROOT / "bin" / "nvcc"))
     return places
 
 
@@ -139,8 +172,8 @@ def locate_nvcc() -> LocatedNvcc | None:
             return LocatedNvcc(path, how)
         if how in ("CUDA_HOME", "CUDA_PATH"):
             raise ToolchainError(
-                f"{how}={os.environ[how]!r}: expected bin/nvcc in it. Point it at a CUDA toolkit, or "
-                "unset it to search PATH and pip packages."
+                f"{how}={os.environ[how]!r}: expected bin/nvcc in it. Point it at a CUDA toolkit, "
+                "or unset it to search PATH and pip packages."
             )
     return None
 
@@ -169,23 +202,45 @@ def _run(argv: list[str]) -> str:
     return done.stdout + done.stderr
 
 
-def _toolkit_root(nvcc: Path) -> Path:
-    """Return the root nvcc compiles with: its own parent, or what the compiler says (wrappers)."""
+def _include_dir(root: Path) -> Path | None:
+    for folder in (root / "include", *sorted(root.glob("targets/*/include"))):  # the latter: conda
+        if (folder / "cuda_runtime.h").is_file():
+            return folder
+    return None
+
+
+def _toolkit_root(nvcc: Path) -> tuple[Path, Path]:
+    """Return the root nvcc compiles with, and its headers.
+
+    That is nvcc's own parent, or, when nvcc is a wrapper elsewhere, what the compiler itself says.
+    """
     guess = nvcc.resolve().parent.parent
-    if (guess / "include" / "cuda_runtime.h").is_file():
-        return guess
+    include = _include_dir(guess)
+    if include is not None:
+        return guess, include
     match = re.search(
         r"^#\$ TOP=(.*)$", _run([str(nvcc), "--dryrun", "-x", "cu", "-c", os.devnull]), re.M
     )
     if match:
         top = Path(match.group(1).strip()).resolve()
-        if (top / "include" / "cuda_runtime.h").is_file():
-            return top
+        include = _include_dir(top)
+        if include is not None:
+            return top, include
         raise ToolchainError(
             f"{nvcc}: its toolkit {top} has no include/cuda_runtime.h. Install the CUDA runtime "
             f"headers (package cuda-cudart-dev, or {_PIP_COMMAND})."
         )
     raise ToolchainError(f"{nvcc}: `nvcc --dryrun` names no toolkit (no TOP= line); set CUDA_HOME")
+
+
+def cuda_roots() -> list[Path]:
+    """Return the folders a CUDA runtime may lie in, most likely first. Starts no process."""
+    return [path.parent.parent for _, path in nvcc_places() if path is not None]
+
+
+def library_dirs(root: Path) -> list[Path]:
+    """Return where a toolkit keeps its libraries: system, pip wheel, conda."""
+    return [root / "lib64", root / "lib", *sorted(root.glob("targets/*/lib"))]
 
 
 def find_cudart(root: Path, major: int) -> tuple[Path, str, Path]:
@@ -194,7 +249,7 @@ def find_cudart(root: Path, major: int) -> tuple[Path, str, Path]:
     Raises:
         ToolchainError: no folder holds one; lists the folders tried.
     """
-    folders = [root / "lib64", root / "lib", *sorted(root.glob("targets/*/lib"))]
+    folders = library_dirs(root)
     for folder in folders:
         if (folder / "libcudart.so").exists():
             return folder, "-lcudart", folder / "libcudart.so"
@@ -215,12 +270,10 @@ def require_cuda_toolkit() -> CudaToolkit:
     located = locate_nvcc()
     if located is None:
         raise ToolchainError(missing_nvcc_message())
-    root = _toolkit_root(located.path)
+    root, include = _toolkit_root(located.path)
     match = re.search(r"release (\d+)\.(\d+)", _run([str(located.path), "--version"]))
     if match is None:
         raise ToolchainError(f"{located.path}: `nvcc --version` names no release")
     version = (int(match.group(1)), int(match.group(2)))
     lib, cudart, cudart_path = find_cudart(root, version[0])
-    return CudaToolkit(
-        located.path, root, root / "include", lib, cudart, cudart_path, version, located.how
-    )
+    return CudaToolkit(located.path, root, include, lib, cudart, cudart_path, version, located.how)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The sgl_moe_jit authors
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of shipped kernels: which modules each op can ask for, so that all can be built ahead."""
+"""The registry of shipped kernels: the modules each op can ask for, so that all can be prebuilt."""
 
 from __future__ import annotations
 
