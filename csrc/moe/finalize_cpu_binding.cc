@@ -17,7 +17,7 @@ namespace moe = sgl_moe_jit::moe;
 // isa: -1 takes the best; a larger one than the machine has is refused.
 void moe_finalize(TensorView out, TensorView gemm2_out, TensorView row_of, TensorView weights,
                   Optional<TensorView> shared, int64_t top_k, double routed_factor, int64_t isa,
-                  int64_t num_threads) {
+                  int64_t threads, int64_t openmp) {
   SMJ_CHECK_VALUE(gemm2_out.device().device_type == kDLCPU)
       << "gemm2_out: expected a CPU tensor, got device "
       << sgl_moe_jit::host::device_text(gemm2_out.device());
@@ -31,15 +31,13 @@ void moe_finalize(TensorView out, TensorView gemm2_out, TensorView row_of, Tenso
         << " (the rows of gemm2_out), got " << p.row_of[i] << " for token " << i / p.top_k << ", k "
         << i % p.top_k;
   }
-  const auto best = static_cast<int64_t>(moe::best_cpu_isa());
-  SMJ_CHECK_VALUE(isa <= best) << "SGL_MOE_JIT_CPU_ISA: this CPU lacks the instructions asked for";
-  moe::finalize_cpu(p, call.activation == DType::kBFloat16, call.weight == DType::kBFloat16,
-                    static_cast<moe::CpuIsa>(isa < 0 ? best : isa), static_cast<int>(num_threads));
+  sgl_moe_jit::host::CpuIsa chosen;
+  SMJ_CHECK_VALUE(sgl_moe_jit::host::resolve_cpu_isa(isa, &chosen))
+      << "SGL_MOE_JIT_CPU_ISA: this CPU lacks the instructions asked for";
+  moe::finalize_cpu(p, call.activation == DType::kBFloat16, call.weight == DType::kBFloat16, chosen,
+                    sgl_moe_jit::host::Workers(threads, openmp));
 }
-
-int64_t best_isa() { return static_cast<int64_t>(moe::best_cpu_isa()); }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(moe_finalize, moe_finalize);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(best_isa, best_isa);

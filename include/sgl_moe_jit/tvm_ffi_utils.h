@@ -86,8 +86,11 @@ inline void check_rows(const char* name, const TensorView& x) {
       << name << ": expected a row stride >= 0, got " << x.stride(0) << "; call .contiguous()";
 }
 
+// tvm-ffi 0.1.11 calls a tensor without elements not contiguous.
+inline bool is_contiguous(const TensorView& x) { return x.numel() == 0 || x.IsContiguous(); }
+
 inline void check_contiguous(const char* name, const TensorView& x) {
-  SMJ_CHECK_VALUE(x.numel() == 0 || x.IsContiguous())
+  SMJ_CHECK_VALUE(is_contiguous(x))
       << name << ": expected a contiguous tensor, got a strided view; call .contiguous()";
 }
 
@@ -104,6 +107,11 @@ inline ByteRange bytes_of_rows(const TensorView& x) {
   const auto begin = reinterpret_cast<uintptr_t>(x.data_ptr());
   const int64_t last = (x.size(0) - 1) * row_stride(x) + x.size(1);
   return {begin, begin + static_cast<uintptr_t>(last * item_size(dtype_of(x.dtype())))};
+}
+
+inline ByteRange bytes_of_contiguous(const TensorView& x) {
+  const auto begin = reinterpret_cast<uintptr_t>(x.data_ptr());
+  return {begin, begin + static_cast<uintptr_t>(x.numel() * item_size(dtype_of(x.dtype())))};
 }
 
 }  // namespace host

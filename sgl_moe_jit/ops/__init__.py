@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels as torch ops: CUDA and CPU, fake, autograd. Importing compiles nothing."""
 
+from sgl_moe_jit.ops.activation import silu_and_mul
 from sgl_moe_jit.ops.finalize import moe_finalize_fuse_shared
+from sgl_moe_jit.ops.permute import moe_permute
 
-__all__ = ["moe_finalize_fuse_shared"]
+__all__ = ["moe_finalize_fuse_shared", "moe_permute", "silu_and_mul"]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The sgl_moe_jit authors
 # SPDX-License-Identifier: Apache-2.0
-"""The one ``torch.library.Library`` all ops are registered in, and when eager calls may pass it by."""
+"""The one ``torch.library.Library`` of all ops, and when eager calls may pass it by."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from sgl_moe_jit import env
+
 NAMESPACE = "sgl_moe_jit"
 library = torch.library.Library(NAMESPACE, "DEF")
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+# As numbered by host::CpuIsa; -1 takes the best this machine has.
+_CPU_ISA = {"auto": -1, "portable": 0, "avx2": 1, "avx512": 2}
+
+
+def cpu_isa() -> int:
+    """Return the number of ``SGL_MOE_JIT_CPU_ISA`` for a CPU kernel."""
+    return _CPU_ISA[env.CPU_ISA.get()]
 
 
 def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
@@ -19,7 +30,7 @@ def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
 
     A tvm-ffi call drops gradients and ignores modes and subclasses silently, so the shortcut is
     taken only when nothing requires a gradient, nothing traces, no mode or functorch level is
-    active and every tensor is a plain one.
+    active and every tensor is plain: strided, with no negation pending and a storage of its own.
     """
     if torch.compiler.is_compiling():
         return False
@@ -31,6 +42,40 @@ def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
         return False
     grad = torch.is_grad_enabled()
     for x in tensors:
-        if x is not None and (type(x) not in _PLAIN_TYPES or (grad and x.requires_grad)):
+        if x is None:
+            continue
+        if type(x) not in _PLAIN_TYPES or (grad and x.requires_grad):
+            return False
+        if x.is_neg() or x._is_zerotensor() or x.layout is not torch.strided:
             return False
     return True
+
+
+def refuse_forward_ad(op: str, *tensors: Tensor | None) -> None:
+    """Refuse inputs with a forward-mode tangent, which the dispatcher would drop silently.
+
+    Raises:
+        NotImplementedError: names the op and the way out.
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    for x in tensors:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{op}: has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad); use "
+                "reverse mode, or sgl_moe_jit.ops.reference"
+            )
+
+
+def mark_written(out: Tensor) -> None:
+    """Tell autograd that a kernel writes ``out``, as an in-place torch operation would.
+
+    Raises:
+        RuntimeError: ``out`` is an inference tensor, outside inference mode.
+    """
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+    elif not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "out: an inference tensor may only be written in torch.inference_mode(); pass a clone"
+        )

@@ -6,6 +6,8 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 namespace sgl_moe_jit {
 namespace host {
 
@@ -24,6 +26,20 @@ cudaError_t launch_kernel(void (*kernel)(KernelArgs...), dim3 grid, unsigned thr
   config.attrs = &attribute;
   config.numAttrs = enable_pdl ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+// Multiprocessors of the current device, asked for once a device; 0 when the driver does not say.
+inline int sm_count() {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int> known[kMaxDevices] = {};
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kMaxDevices) return 0;
+  int count = known[device].load(std::memory_order_relaxed);
+  if (count == 0 &&
+      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess) {
+    known[device].store(count, std::memory_order_relaxed);
+  }
+  return count;
 }
 
 }  // namespace host

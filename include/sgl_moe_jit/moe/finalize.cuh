@@ -31,11 +31,27 @@ struct RouteChunk {
   int32_t row[kRows];
   float weight[kRows];
 
-  __device__ __forceinline__ RouteChunk(const int32_t* row_of, const Weight* weights) {
+  // wide: both pointers are multiples of four items, so that four slots move in one access.
+  __device__ __forceinline__ RouteChunk(const int32_t* row_of, const Weight* weights, bool wide) {
+    if (kRows % 4 == 0 && wide) {
 #pragma unroll
-    for (int k = 0; k < kRows; ++k) row[k] = row_of[k];
+      for (int k = 0; k < kRows; k += 4) {
+        const auto four = device::load<int32_t, 4>(row_of + k);
 #pragma unroll
-    for (int k = 0; k < kRows; ++k) weight[k] = device::to_float(weights[k]);
+        for (int i = 0; i < 4; ++i) row[k + i] = four.values[i];
+      }
+#pragma unroll
+      for (int k = 0; k < kRows; k += 4) {
+        const auto four = device::load<Weight, 4>(weights + k);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) weight[k + i] = device::to_float(four.values[i]);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) row[k] = row_of[k];
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) weight[k] = device::to_float(weights[k]);
+    }
   }
 
   __device__ __forceinline__ bool any() const {
@@ -46,16 +62,25 @@ struct RouteChunk {
   }
 };
 
+template <bool kStreaming, typename T, int kSize>
+__device__ __forceinline__ device::Vector<T, kSize> load_row(const T* p) {
+  if constexpr (kStreaming) {
+    return device::load_once<T, kSize>(p);
+  } else {
+    return device::load<T, kSize>(p);
+  }
+}
+
 // Adds kRows slots to acc in ascending order. An absent row is neither loaded nor multiplied by
 // zero.
-template <typename Act, typename Weight, int kRows, int kVec>
+template <bool kStreaming, typename Act, typename Weight, int kRows, int kVec>
 __device__ __forceinline__ void add_rows(const RouteChunk<Weight, kRows>& route, const Act* column,
                                          int64_t stride, float (&acc)[kVec]) {
   device::Vector<Act, kVec> loaded[kRows];
 #pragma unroll
   for (int k = 0; k < kRows; ++k) {
     if (route.row[k] >= 0) {
-      loaded[k] = device::load_once<Act, kVec>(column + route.row[k] * stride);
+      loaded[k] = load_row<kStreaming, Act, kVec>(column + route.row[k] * stride);
     }
   }
 #pragma unroll
@@ -69,13 +94,15 @@ __device__ __forceinline__ void add_rows(const RouteChunk<Weight, kRows>& route,
   }
 }
 
-// One block takes one token (blockIdx.x) and kThreads * kVecsPerThread vectors of its columns
+// One block takes one token (blockIdx.x) and blockDim.x * kVecsPerThread vectors of its columns
 // (blockIdx.y). kTopK is the number of slots, known at compile time so that all of a token's rows
 // are in flight together; 0 means p.top_k, in steps of four. kVec values move in one access; kVec =
-// 1 has no alignment demands.
-template <typename Act, typename Weight, int kTopK, int kVec, int kThreads, int kVecsPerThread>
-__global__ void __launch_bounds__(kThreads) finalize_kernel(const FinalizeParams p) {
+// 1 has no alignment demands. kStreaming marks rows as read once.
+template <typename Act, typename Weight, int kTopK, int kVec, int kMaxThreads, int kVecsPerThread,
+          bool kStreaming>
+__global__ void __launch_bounds__(kMaxThreads) finalize_kernel(const FinalizeParams p) {
   constexpr int kChunk = kTopK > 0 ? kTopK : 4;
+  constexpr int kHead = kTopK > 0 ? kTopK : 1;
   static_assert(kTopK >= 0 && kTopK <= 16, "more rows in flight than registers can hold");
 
   const int64_t token = blockIdx.x;
@@ -86,7 +113,7 @@ __global__ void __launch_bounds__(kThreads) finalize_kernel(const FinalizeParams
   const Act* shared = static_cast<const Act*>(p.shared);
   Act* out = static_cast<Act*>(p.out) + token * p.out_stride;
   if (shared != nullptr) shared += token * p.shared_stride;
-  const int first = (blockIdx.y * kThreads * kVecsPerThread + threadIdx.x) * kVec;
+  const int first = (blockIdx.y * blockDim.x * kVecsPerThread + threadIdx.x) * kVec;
 
   // Indices, weights, rows and shared all come from kernels ahead of us: read nothing before this.
   // And the next kernel may start only now, when no predecessor still needs the multiprocessors it
@@ -94,29 +121,29 @@ __global__ void __launch_bounds__(kThreads) finalize_kernel(const FinalizeParams
   device::pdl_wait();
   device::pdl_launch_dependents();
 
-  const RouteChunk < Weight, kTopK > 0 ? kChunk : 1 > head(row_of, weights);
+  const RouteChunk<Weight, kHead> head(row_of, weights, p.wide_routes);
   bool present = head.any();
   if (kTopK == 0) {
     for (int k = 1; k < top_k && !present; ++k) present = row_of[k] >= 0;
   }
 #pragma unroll
   for (int v = 0; v < kVecsPerThread; ++v) {
-    const int column = first + v * kThreads * kVec;
+    const int column = first + v * blockDim.x * kVec;
     if (column >= p.hidden_dim) return;
     device::Vector<Act, kVec> result;
-    if (shared != nullptr) result = device::load_once<Act, kVec>(shared + column);
+    if (shared != nullptr) result = load_row<kStreaming, Act, kVec>(shared + column);
     float acc[kVec] = {};
     if constexpr (kTopK > 0) {
-      add_rows<Act, Weight, kChunk, kVec>(head, gemm2_out + column, p.gemm2_stride, acc);
+      add_rows<kStreaming>(head, gemm2_out + column, p.gemm2_stride, acc);
     } else {
       int k = 0;
       for (; k + kChunk <= top_k; k += kChunk) {
-        const RouteChunk<Weight, kChunk> route(row_of + k, weights + k);
-        add_rows<Act, Weight, kChunk, kVec>(route, gemm2_out + column, p.gemm2_stride, acc);
+        const RouteChunk<Weight, kChunk> route(row_of + k, weights + k, p.wide_routes);
+        add_rows<kStreaming>(route, gemm2_out + column, p.gemm2_stride, acc);
       }
       for (; k < top_k; ++k) {
-        const RouteChunk<Weight, 1> route(row_of + k, weights + k);
-        add_rows<Act, Weight, 1, kVec>(route, gemm2_out + column, p.gemm2_stride, acc);
+        const RouteChunk<Weight, 1> route(row_of + k, weights + k, false);
+        add_rows<kStreaming>(route, gemm2_out + column, p.gemm2_stride, acc);
       }
     }
     if (present) {

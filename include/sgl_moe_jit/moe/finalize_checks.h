@@ -75,6 +75,9 @@ inline FinalizeCall check_finalize(const host::TensorView& out, const host::Tens
   SMJ_CHECK_VALUE(hidden_dim >= 1 && hidden_dim <= gemm2_out.size(1))
       << (shared.has_value() ? "shared_output" : "hidden_dim") << ": expected a width of 1 to "
       << gemm2_out.size(1) << " (the width of gemm2_out), got " << hidden_dim;
+  SMJ_CHECK_VALUE(hidden_dim <= kMaxHiddenDim)
+      << (shared.has_value() ? "shared_output" : "hidden_dim") << ": expected a width of at most "
+      << kMaxHiddenDim << ", got " << hidden_dim;
   SMJ_CHECK_VALUE(out.size(0) == num_tokens) << "out: expected [" << num_tokens << ", "
                                              << hidden_dim << "], got " << host::shape_text(out);
   SMJ_CHECK_VALUE(num_tokens <= 1 || out.stride(0) >= hidden_dim)
@@ -84,8 +87,13 @@ inline FinalizeCall check_finalize(const host::TensorView& out, const host::Tens
   host::check_device("out", out, gemm2_out.device());
 
   const host::ByteRange written = host::bytes_of_rows(out);
-  SMJ_CHECK_VALUE(!written.overlaps(host::bytes_of_rows(gemm2_out)))
-      << "out: shares memory with gemm2_out; pass another tensor";
+  const auto check_apart = [&written](const char* name, const host::ByteRange& read) {
+    SMJ_CHECK_VALUE(!written.overlaps(read))
+        << "out: shares memory with " << name << "; pass another tensor";
+  };
+  check_apart("gemm2_out", host::bytes_of_rows(gemm2_out));
+  check_apart("expanded_idx_to_permuted_idx", host::bytes_of_contiguous(row_of));
+  check_apart("expert_weights", host::bytes_of_contiguous(weights));
   if (shared.has_value()) {
     const host::TensorView& s = shared.value();
     const bool same =
@@ -109,6 +117,7 @@ inline FinalizeCall check_finalize(const host::TensorView& out, const host::Tens
       static_cast<int32_t>(hidden_dim),
       static_cast<int32_t>(top_k),
       static_cast<float>(routed_factor),
+      false,
   };
   return call;
 }

@@ -14,6 +14,8 @@ namespace sgl_moe_jit {
 namespace moe {
 
 constexpr int kMaxTopK = 64;
+constexpr int64_t kMaxHiddenDim =
+    1 << 23;  // 32768 blocks a token on the scalar path; a grid has 65535
 
 struct FinalizeParams {
   void* out;              // [T, H]
@@ -29,6 +31,7 @@ struct FinalizeParams {
   int32_t hidden_dim;   // H
   int32_t top_k;        // K, 1 to kMaxTopK
   float routed_factor;  // multiplies the routed sum, never the shared row
+  bool wide_routes;  // CUDA, set by the launcher: four slots of row_of and weights fit one access
 };
 
 }  // namespace moe

@@ -1,0 +1,58 @@
+// SPDX-FileCopyrightText: The sgl_moe_jit authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// moe/permute_cpu.cc: the CPU permute: a stable counting sort of the slots, and the copy of rows.
+#include <tvm/ffi/function.h>
+
+#include <cstring>
+#include <vector>
+
+#include "sgl_moe_jit/host/parallel_for.h"
+#include "sgl_moe_jit/moe/permute_checks.h"
+
+namespace {
+
+namespace host = sgl_moe_jit::host;
+namespace moe = sgl_moe_jit::moe;
+using host::TensorView;
+
+void moe_permute(TensorView permuted, TensorView row_of, TensorView expert_offsets,
+                 TensorView hidden, TensorView topk_ids, int64_t threads, int64_t openmp) {
+  SMJ_CHECK_VALUE(hidden.device().device_type == kDLCPU)
+      << "hidden_states: expected a CPU tensor, got device " << host::device_text(hidden.device());
+  const moe::PermuteParams p = moe::check_permute(permuted, row_of, expert_offsets, hidden,
+                                                  topk_ids, host::Optional<TensorView>());
+  std::vector<int32_t> next(static_cast<size_t>(p.num_experts), 0);
+  for (int64_t slot = 0; slot < p.num_slots; ++slot) {
+    const int32_t expert = moe::expert_of_slot(p, slot);
+    if (expert >= 0) ++next[static_cast<size_t>(expert)];
+  }
+  int32_t end = 0;
+  for (int e = 0; e < p.num_experts; ++e) {
+    const int32_t count = next[static_cast<size_t>(e)];
+    next[static_cast<size_t>(e)] = end;
+    p.expert_offsets[e] = end += count;
+  }
+  for (int64_t slot = 0; slot < p.num_slots; ++slot) {
+    const int32_t expert = moe::expert_of_slot(p, slot);
+    p.row_of[slot] = expert >= 0 ? next[static_cast<size_t>(expert)]++ : -1;
+  }
+  if (p.row_bytes == 0) return;
+  host::parallel_for(p.num_tokens, p.row_bytes * (p.top_k + 1), host::Workers(threads, openmp),
+                     [&](int64_t begin, int64_t end_token) {
+                       for (int64_t token = begin; token < end_token; ++token) {
+                         const char* row =
+                             static_cast<const char*>(p.hidden) + token * p.hidden_stride_bytes;
+                         for (int k = 0; k < p.top_k; ++k) {
+                           const int64_t target = p.row_of[token * p.top_k + k];
+                           if (target < 0) continue;
+                           std::memcpy(static_cast<char*>(p.permuted) + target * p.row_bytes, row,
+                                       static_cast<size_t>(p.row_bytes));
+                         }
+                       }
+                     });
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(moe_permute, moe_permute);

@@ -1,0 +1,20 @@
+// SPDX-FileCopyrightText: The sgl_moe_jit authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// moe/activation_launch.h: the CUDA silu_and_mul, between its launcher and its binding.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "sgl_moe_jit/moe/activation_params.h"
+
+namespace sgl_moe_jit {
+namespace moe {
+
+// Launches on stream with the current device. num_rows and width must be at least 1. allow_vector =
+// false takes the scalar path, which has the same bits. Returns the launch's own status.
+cudaError_t launch_silu_and_mul(const ActivationParams& params, bool enable_pdl, bool allow_vector,
+                                cudaStream_t stream);
+
+}  // namespace moe
+}  // namespace sgl_moe_jit

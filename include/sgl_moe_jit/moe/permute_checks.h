@@ -1,0 +1,69 @@
+// SPDX-FileCopyrightText: The sgl_moe_jit authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// moe/permute_checks.h: from the caller's tensors to PermuteParams, or a clear error.
+#pragma once
+
+#include <limits>
+
+#include "sgl_moe_jit/moe/permute_params.h"
+#include "sgl_moe_jit/tvm_ffi_utils.h"
+
+namespace sgl_moe_jit {
+namespace moe {
+
+// permuted, row_of, expert_offsets and scratch are this library's own allocations.
+inline PermuteParams check_permute(const host::TensorView& permuted, const host::TensorView& row_of,
+                                   const host::TensorView& expert_offsets,
+                                   const host::TensorView& hidden, const host::TensorView& topk_ids,
+                                   const host::Optional<host::TensorView>& scratch) {
+  using host::DType;
+  const DLDataType type = hidden.dtype();
+  SMJ_CHECK_TYPE(type.lanes == 1 && (type.bits == 16 || type.bits == 32 || type.bits == 64))
+      << "hidden_states: expected items of 2, 4 or 8 bytes, got " << host::dtype_name(type);
+  const DType ids = host::dtype_of(topk_ids.dtype());
+  SMJ_CHECK_TYPE(ids == DType::kInt32 || ids == DType::kInt64)
+      << "topk_ids: expected int32 or int64, got " << host::dtype_name(topk_ids.dtype());
+  host::check_rows("hidden_states", hidden);
+  SMJ_CHECK_VALUE(topk_ids.ndim() == 2 && topk_ids.size(0) == hidden.size(0))
+      << "topk_ids: expected [num_tokens=" << hidden.size(0) << ", top_k], got "
+      << host::shape_text(topk_ids);
+  const int64_t top_k = topk_ids.size(1), num_slots = topk_ids.numel();
+  SMJ_CHECK_VALUE(num_slots <= std::numeric_limits<int32_t>::max() &&
+                  top_k <= std::numeric_limits<int32_t>::max())
+      << "topk_ids: expected num_tokens * top_k below 2^31, got " << host::shape_text(topk_ids);
+  host::check_contiguous("topk_ids", topk_ids);
+  host::check_device("topk_ids", topk_ids, hidden.device());
+  const int64_t num_experts = expert_offsets.numel();
+  SMJ_CHECK_VALUE(num_experts >= 1 && num_experts <= kMaxExperts)
+      << "num_experts: expected 1 to " << kMaxExperts << ", got " << num_experts;
+  const int64_t item_bytes = type.bits / 8;
+  // A launch's second grid dimension ends at 65535; 128 words of 2 bytes each is the narrowest.
+  SMJ_CHECK_VALUE(hidden.size(1) <= 65535 * int64_t{128})
+      << "hidden_states: expected at most " << 65535 * 128 << " columns, got " << hidden.size(1);
+
+  int64_t num_chunks = 0;
+  if (scratch.has_value()) num_chunks = scratch.value().numel() / num_experts - 1;
+  TVM_FFI_ICHECK(host::is_contiguous(permuted) && permuted.numel() == num_slots * hidden.size(1) &&
+                 row_of.numel() == num_slots && num_chunks >= 0);
+  return PermuteParams{
+      permuted.data_ptr(),
+      static_cast<int32_t*>(row_of.data_ptr()),
+      static_cast<int32_t*>(expert_offsets.data_ptr()),
+      hidden.data_ptr(),
+      topk_ids.data_ptr(),
+      scratch.has_value() ? static_cast<int32_t*>(scratch.value().data_ptr()) : nullptr,
+      hidden.size(0),
+      num_slots,
+      hidden.size(1) * item_bytes,
+      host::row_stride(hidden) * item_bytes,
+      static_cast<int32_t>(item_bytes),
+      static_cast<int32_t>(top_k),
+      static_cast<int32_t>(num_experts),
+      static_cast<int32_t>(num_chunks),
+      ids == DType::kInt64,
+  };
+}
+
+}  // namespace moe
+}  // namespace sgl_moe_jit

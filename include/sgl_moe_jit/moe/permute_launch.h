@@ -1,0 +1,21 @@
+// SPDX-FileCopyrightText: The sgl_moe_jit authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// moe/permute_launch.h: the CUDA permute, between its launcher and its binding.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "sgl_moe_jit/moe/permute_params.h"
+
+namespace sgl_moe_jit {
+namespace moe {
+
+// Launches on stream with the current device, also for zero tokens (the offsets are written).
+// allow_vector = false copies item by item, which has the same bits. Returns the first launch
+// status that is not success.
+cudaError_t launch_permute(const PermuteParams& params, bool enable_pdl, bool allow_vector,
+                           cudaStream_t stream);
+
+}  // namespace moe
+}  // namespace sgl_moe_jit

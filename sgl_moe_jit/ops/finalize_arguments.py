@@ -1,0 +1,88 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""What ``moe_finalize_fuse_shared`` checks in Python: kinds of arguments, the output's shape."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+
+def _is_int(x: object) -> bool:
+    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
+
+
+def check_kinds(
+    gemm2_out: object,
+    expanded_idx_to_permuted_idx: object,
+    expert_weights: object,
+    shared_output: object,
+    top_k: object,
+    enable_pdl: object,
+    routed_scaling_factor: object,
+    hidden_dim: object,
+) -> None:
+    """Check that each argument is of its kind, which neither C++ nor the schema would name.
+
+    Raises:
+        TypeError: names the argument, what was expected and what came.
+    """
+
+    def fail(name: str, expected: str, got: object) -> NoReturn:
+        raise TypeError(f"{name}: expected {expected}, got {type(got).__name__}")
+
+    if not isinstance(gemm2_out, Tensor):
+        fail("gemm2_out", "a Tensor", gemm2_out)
+    if not isinstance(expanded_idx_to_permuted_idx, Tensor):
+        fail("expanded_idx_to_permuted_idx", "a Tensor", expanded_idx_to_permuted_idx)
+    if not isinstance(expert_weights, Tensor):
+        fail("expert_weights", "a Tensor", expert_weights)
+    if not (shared_output is None or isinstance(shared_output, Tensor)):
+        fail("shared_output", "a Tensor or None", shared_output)
+    if not _is_int(top_k):
+        fail("top_k", "an int", top_k)
+    if not (enable_pdl is None or isinstance(enable_pdl, bool)):
+        fail("enable_pdl", "True, False or None", enable_pdl)
+    check_factor(routed_scaling_factor)
+    if not (hidden_dim is None or _is_int(hidden_dim)):
+        fail("hidden_dim", "an int or None", hidden_dim)
+
+
+def check_factor(routed_scaling_factor: object) -> None:
+    """Check that the factor is a number. A tensor's gradient would be lost.
+
+    Raises:
+        TypeError: it is not.
+    """
+    factor = routed_scaling_factor
+    if not (isinstance(factor, (float, torch.SymFloat)) or _is_int(factor)):
+        raise TypeError(
+            f"routed_scaling_factor: expected a float, got {type(factor).__name__}; fold a tensor "
+            "into expert_weights"
+        )
+
+
+def output_width(gemm2_out: Tensor, shared_output: Tensor | None, hidden_dim: int | None) -> int:
+    """Return H, from whichever argument tells it."""
+    if shared_output is not None:
+        width = shared_output.shape[-1] if shared_output.dim() else 0
+        if hidden_dim is not None and hidden_dim != width:
+            raise ValueError(
+                f"hidden_dim: expected {width}, the width of shared_output, got {hidden_dim}"
+            )
+        return width
+    padded = gemm2_out.shape[-1] if gemm2_out.dim() else 0
+    if hidden_dim is None:
+        return padded
+    if not 1 <= hidden_dim <= padded:
+        raise ValueError(
+            f"hidden_dim: expected 1 to {padded}, the width of gemm2_out, got {hidden_dim}"
+        )
+    return hidden_dim
+
+
+def num_tokens_of(expert_weights: Tensor) -> int:
+    """Return T."""
+    return expert_weights.shape[0] if expert_weights.dim() else 0

@@ -1,0 +1,182 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""What only a GPU can show: CUDA and CPU bits, graphs, streams, devices, PDL."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sgl_moe_jit.jit import load_jit
+from tests.ops.finalize_cases import BF16, F32, assert_same_bits, make
+
+pytestmark = pytest.mark.gpu
+field_report = pytest.mark.field_report
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("weight_dtype", [F32, BF16], ids=["w32", "w16"])
+def test_cuda_and_cpu_give_the_same_bits(dtype, weight_dtype):
+    # T: each launch shape. H: vectors of 16 and 8 bytes, and neither. K: unrolled, generic.
+    for num_tokens in (1, 64, 150, 700, 2100):
+        for hidden in (7168, 2052, 515) if num_tokens < 700 else (1024, 515):
+            for top_k in (8, 3):
+                inputs = make(
+                    num_tokens,
+                    top_k,
+                    hidden,
+                    dtype=dtype,
+                    weight_dtype=weight_dtype,
+                    factor=2.5 if top_k == 3 else 1.0,
+                    shared=hidden != 2052,
+                )
+                assert_same_bits(inputs.to("cuda").run().cpu(), inputs.run())
+
+
+def graph_of(function):
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function()
+    return graph, result
+
+
+@field_report("M6")
+def test_zero_tokens_under_capture():
+    inputs = make(0, 8, 64, device="cuda")
+    graph, result = graph_of(inputs.run)
+    graph.replay()
+    assert result.shape == (0, 64)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 300])
+@pytest.mark.parametrize("pdl", [True, False])
+def test_a_captured_graph_sees_new_inputs_on_each_replay(num_tokens, pdl):
+    inputs = make(num_tokens, 8, 7168, device="cuda")
+    graph, result = graph_of(lambda: inputs.run(enable_pdl=pdl))
+    for seed in range(100):
+        new = make(num_tokens, 8, 7168, seed=seed).to("cuda") if seed % 20 == 0 else inputs
+        order = torch.randperm(inputs.idx.numel(), device="cuda")
+        for mine, fresh in zip(
+            (inputs.gemm2_out, inputs.idx, inputs.weights, inputs.shared),
+            (new.gemm2_out, new.idx, new.weights, new.shared),
+            strict=True,
+        ):
+            mine.copy_(fresh)
+        inputs.idx.copy_(inputs.idx.reshape(-1)[order].view_as(inputs.idx))
+        inputs.weights.mul_(0.75)
+        want = inputs.run(enable_pdl=False)
+        result.fill_(float("nan"))
+        graph.replay()
+        assert_same_bits(result, want)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 200, 3000])
+@pytest.mark.parametrize("hidden", [7168, 515])
+def test_pdl_on_and_off_give_the_same_bits(num_tokens, hidden, monkeypatch):
+    inputs = make(num_tokens, 8, hidden, device="cuda")
+    want = inputs.run(enable_pdl=True)
+    assert_same_bits(inputs.run(enable_pdl=False), want)
+    monkeypatch.setenv("SGL_MOE_JIT_PDL", "0")
+    assert_same_bits(inputs.run(), want)
+
+
+@field_report("J38")
+def test_runs_on_the_callers_current_stream():
+    inputs = make(32, 8, 1024, device="cuda")
+    want = inputs.run()
+    late = replace(inputs, shared=torch.zeros_like(inputs.shared))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)  # about 0.1 s: the fill is still to come when we launch
+        late.shared.copy_(inputs.shared)
+        got = late.run()
+    side.synchronize()
+    assert_same_bits(got, want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        captured = late.run()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(captured, want)
+
+
+def test_dual_stream():
+    inputs = make(64, 8, 7168, device="cuda")
+    want = inputs.run()
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    for _ in range(20):
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            shared = inputs.shared * 1
+        main.wait_stream(side)
+        shared.record_stream(main)
+        assert_same_bits(replace(inputs, shared=shared).run(), want)
+
+
+@pytest.mark.multigpu
+@field_report("J37")
+def test_tensors_on_another_device_than_the_current_one():
+    inputs = make(64, 8, 7168)
+    with torch.cuda.device(0):
+        got = inputs.to("cuda:1").run()
+        assert got.device.index == 1 and torch.cuda.current_device() == 0
+    assert_same_bits(got.cpu(), inputs.run())
+    mixed = replace(inputs.to("cuda:1"), shared=inputs.shared.to("cuda:0"))
+    with pytest.raises(ValueError, match="shared_output: expected device cuda:1"):
+        mixed.run()
+
+
+@field_report("J37")
+def test_the_device_guard_leaves_the_current_device():
+    make(4, 8, 64, device="cuda").run()
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.fixture(scope="module")
+def pdl():
+    return load_jit(
+        "pdl_test",
+        cuda_files=[Path(__file__).with_name("pdl_producer.cuh")],
+        cuda_wrappers=[
+            ("produce_late", "pdl_test::produce_late"),
+            ("consume", "pdl_test::consume"),
+        ],
+    )
+
+
+@field_report("M10")
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9,
+    reason="PDL needs sm_90",
+)
+@pytest.mark.parametrize("late", ["gemm2_out", "idx", "weights", "shared"])
+@pytest.mark.parametrize(("num_tokens", "hidden"), [(2, 512), (2, 515), (140, 64)])
+def test_nothing_is_read_before_a_late_predecessor_has_written(pdl, late, num_tokens, hidden):
+    """The producer lets us start, sleeps, then writes; old data would show in every run."""
+    inputs = make(num_tokens, 4, hidden, device="cuda", absent=0.0)
+    # 8-byte, scalar and 16-byte paths; idx gets other valid rows, so that a stale read is no fault
+    x = getattr(inputs, late)
+    new = x.clone()
+    old = x.flip(0).contiguous() if late in ("idx", "weights") else (x * 0 + 3)
+    want = inputs.run(enable_pdl=False)
+    out = torch.empty_like(want)
+    consumed = torch.empty_like(want)
+    runs = 84  # times 12 parameter sets: 1000 runs
+    for _ in range(runs):
+        x.copy_(old)
+        out.fill_(float("nan"))
+        pdl.produce_late(x, new)
+        inputs.run(enable_pdl=True, out=out)
+        pdl.consume(consumed, out)  # M11: a consumer that waits sees our output
+        assert_same_bits(consumed, want)
+
+
+@field_report("M10")
+def test_pdl_below_sm_90_is_ignored():
+    from sgl_moe_jit.jit import CudaArch
+
+    assert not CudaArch(8, 0).supports_pdl and CudaArch(9, 0, "a").supports_pdl
