@@ -68,8 +68,8 @@ class MoEConfig:
         dtype: Of the expert weights.
         device: Of the expert weights.
         is_transposed: Layout of both projections.
-        strides_16_bytes: Whether every matrix row of both projections starts on a multiple of 16
-            bytes.
+        aligned_16_bytes: Whether both projections, and every matrix row in them, start on a
+            multiple of 16 bytes.
     """
 
     num_experts: int
@@ -78,7 +78,7 @@ class MoEConfig:
     dtype: torch.dtype
     device: torch.device
     is_transposed: bool
-    strides_16_bytes: bool
+    aligned_16_bytes: bool
 
     @classmethod
     def of(cls, weights: ExpertWeights) -> MoEConfig:
@@ -88,10 +88,9 @@ class MoEConfig:
             ValueError: the two projections do not belong together; names both shapes.
         """
         up, down = weights.up_as_input_major(), weights.down_as_input_major()
+        shapes = f"{tuple(weights.up.shape)} and {tuple(weights.down.shape)}"
         if up.dim() != 3 or down.dim() != 3:
-            raise ValueError(
-                f"up, down: expected 3 dimensions, got {tuple(weights.up.shape)} and {tuple(weights.down.shape)}"
-            )
+            raise ValueError(f"up, down: expected 3 dimensions, got {shapes}")
         factor = 2 if weights.has_gate else 1
         fits = (
             up.shape[0] == down.shape[0]
@@ -100,12 +99,17 @@ class MoEConfig:
         )
         if not fits:
             raise ValueError(
-                f"up, down: shapes {tuple(weights.up.shape)} and {tuple(weights.down.shape)} do not belong "
-                f"together with is_transposed={weights.is_transposed}, has_gate={weights.has_gate}"
+                f"up, down: shapes {shapes} do not belong together with "
+                f"is_transposed={weights.is_transposed}, has_gate={weights.has_gate}"
             )
 
         def aligned(matrix: Tensor) -> bool:
-            return all(s == 1 or s * matrix.element_size() % 16 == 0 for s in matrix.stride())
+            size = matrix.element_size()
+            rows = all(s == 1 or s * size % 16 == 0 for s in matrix.stride())
+            # Storages start aligned. Dynamo cannot trace an offset: torch checks it then.
+            if torch.compiler.is_compiling():
+                return rows
+            return rows and matrix.storage_offset() * size % 16 == 0
 
         return cls(
             num_experts=up.shape[0],
@@ -114,5 +118,5 @@ class MoEConfig:
             dtype=up.dtype,
             device=up.device,
             is_transposed=weights.is_transposed,
-            strides_16_bytes=aligned(weights.up) and aligned(weights.down),
+            aligned_16_bytes=aligned(weights.up) and aligned(weights.down),
         )

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: The sgl_moe_jit authors
 # SPDX-License-Identifier: Apache-2.0
-"""Deferred finalize: the request, the un-finalized rows, and the one place that finishes either answer."""
+"""Deferred finalize: the request, the un-finalized rows, and where either answer is finished."""
 
 from __future__ import annotations
 
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
@@ -14,10 +14,14 @@ from torch import Tensor
 from sgl_moe_jit import env
 from sgl_moe_jit.ops import moe_finalize_fuse_shared
 
-_requested: ContextVar[bool] = ContextVar("sgl_moe_jit_deferred_finalize", default=False)
+# The requests in force, innermost last, each with the context object that made it. A value and no
+# tokens: a context object may be shared by threads and tasks, each of which sees its own requests.
+_requests: ContextVar[tuple[tuple[bool, object], ...]] = ContextVar(
+    "sgl_moe_jit_deferred_finalize", default=()
+)
 
 
-class deferred_finalize_context:  # noqa: N801 - used like a function, as contextlib's own are
+class deferred_finalize_context:
     """Ask the runners called inside to hand over their rows un-finalized.
 
     It is a request: a runner that cannot defer returns a finished tensor, and
@@ -32,14 +36,13 @@ class deferred_finalize_context:  # noqa: N801 - used like a function, as contex
         enabled: False withdraws an outer request.
     """
 
-    __slots__ = ("_enabled", "_tokens")
+    __slots__ = ("_enabled",)
 
     def __init__(self, enabled: bool = True) -> None:
         self._enabled = bool(enabled)
-        self._tokens: list[Token[bool]] = []
 
     def __enter__(self) -> None:
-        self._tokens.append(_requested.set(self._enabled))
+        _requests.set((*_requests.get(), (self._enabled, self)))
 
     def __exit__(
         self,
@@ -47,14 +50,13 @@ class deferred_finalize_context:  # noqa: N801 - used like a function, as contex
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        token = self._tokens.pop()
-        try:
-            _requested.reset(token)
-        except ValueError:
-            # Closed in another context than it was opened in (a generator finished by another
-            # thread). There is nothing to restore here, and raising would hide the exception in
-            # flight.
-            pass
+        # Not always the last one, nor always there: a generator may be finished later, or by
+        # another thread, where nothing is to be withdrawn.
+        requests = _requests.get()
+        for i in reversed(range(len(requests))):
+            if requests[i][1] is self:
+                _requests.set(requests[:i] + requests[i + 1 :])
+                return
 
 
 def is_deferred_finalize_enabled() -> bool:
@@ -62,7 +64,8 @@ def is_deferred_finalize_enabled() -> bool:
 
     Not traceable by ``torch.compile``: pass ``defer=`` explicitly in compiled code.
     """
-    return _requested.get() and env.ENABLE_DEFERRED_FINALIZE.get()
+    requests = _requests.get()
+    return bool(requests) and requests[-1][0] and env.ENABLE_DEFERRED_FINALIZE.get()
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +128,8 @@ class DeferredFinalizeOutput:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"DeferredFinalizeOutput has no attribute {name!r}; it is not a tensor: call .finalize() first"
+            f"DeferredFinalizeOutput has no attribute {name!r}; "
+            "it is not a tensor: call .finalize() first"
         )
 
 
@@ -140,7 +144,17 @@ def finalize_output(
 
     Returns:
         [T, H]. One rounding when deferred; a finished tensor was rounded before the add.
+
+    Raises:
+        ValueError: the shapes differ.
+        TypeError, ValueError: deferred, see :func:`sgl_moe_jit.moe_finalize_fuse_shared`.
     """
     if isinstance(output, DeferredFinalizeOutput):
         return output.finalize(shared_output)
-    return output if shared_output is None else output + shared_output
+    if shared_output is None:
+        return output
+    if shared_output.shape != output.shape:  # no broadcast: the fused op has none either
+        raise ValueError(
+            f"shared_output: expected {tuple(output.shape)}, got {tuple(shared_output.shape)}"
+        )
+    return output + shared_output

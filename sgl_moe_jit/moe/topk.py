@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from sgl_moe_jit.ops.finalize_arguments import check_factor
+
 
 class TopKFormat(enum.Enum):
     """Form of a router's output."""
@@ -36,6 +38,10 @@ class StandardTopKOutput:
     topk_weights: Tensor
     topk_ids: Tensor
     routed_scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse a factor that is a tensor, whose gradient a runner could lose."""
+        check_factor(self.routed_scaling_factor)
 
     @property
     def format(self) -> TopKFormat:

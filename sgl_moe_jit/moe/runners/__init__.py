@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runners: each computes a layer's expert rows its own way, and may hand them over un-finalized."""
 
-from sgl_moe_jit.moe.runners import native  # registers
+from sgl_moe_jit.moe.runners import grouped_mm, native  # each registers itself
 from sgl_moe_jit.moe.runners.base import (
     MoERunner,
     RunnerEntry,
@@ -20,6 +20,7 @@ __all__ = [
     "Selection",
     "Support",
     "create_runner",
+    "grouped_mm",
     "native",
     "register_runner",
     "runner_names",

@@ -143,6 +143,11 @@ def wants_defer(defer: bool | None) -> bool:
     return is_deferred_finalize_enabled()
 
 
+def can_finalize(top_k: int) -> bool:
+    """Return whether the fused op takes this number of slots a token."""
+    return 1 <= top_k <= 64
+
+
 def check_topk(hidden_states: Tensor, topk_output: StandardTopKOutput, hidden_dim: int) -> None:
     """Check the shapes a runner relies on.
 

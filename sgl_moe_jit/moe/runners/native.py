@@ -12,10 +12,12 @@ from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.runners.base import (
     RunnerEntry,
     Support,
+    can_finalize,
     check_topk,
     register_runner,
     wants_defer,
 )
+from sgl_moe_jit.moe.runners.weighted_sum import weighted_sum
 from sgl_moe_jit.moe.topk import StandardTopKOutput, TopKFormat
 
 _DEFERRABLE = (torch.bfloat16, torch.float32)
@@ -31,29 +33,6 @@ def _expert_rows(weights: ExpertWeights, expert: int, x: Tensor) -> Tensor:
     hidden = weights.activation(torch.nn.functional.linear(x, up, up_bias))
     rows = torch.nn.functional.linear(hidden, down, down_bias)
     return rows if weights.post_expert_norm is None else weights.post_expert_norm(rows)
-
-
-def weighted_sum(rows: Tensor, slot_of_row: Tensor, topk_output: StandardTopKOutput) -> Tensor:
-    """Sum rows into tokens in ascending k, in float32 or wider, rounded once.
-
-    Args:
-        rows: [R, H], one for each present slot.
-        slot_of_row: [R] flat slot (token * K + k) of each row.
-        topk_output: The router's choice.
-    """
-    num_tokens, top_k = topk_output.topk_ids.shape
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    order = slot_of_row.argsort()
-    row_slot, rows = slot_of_row[order], rows[order]
-    flat_weights = topk_output.topk_weights.reshape(-1).to(wide)
-    total = torch.zeros(num_tokens, rows.shape[1], dtype=wide, device=rows.device)
-    for k in range(top_k):
-        here = (row_slot % top_k == k).nonzero().squeeze(1)
-        term = flat_weights[row_slot[here], None] * rows[here].to(wide)
-        total = total.index_add(0, row_slot[here] // top_k, term)
-    if topk_output.routed_scaling_factor != 1.0:
-        total = total * topk_output.routed_scaling_factor
-    return total.to(rows.dtype)
 
 
 class NativeRunner:
@@ -95,9 +74,11 @@ class NativeRunner:
             parts.append(_expert_rows(self._weights, expert, hidden_states[slot // top_k]))
         if parts:
             rows, slot_of_row = torch.cat(parts), torch.cat(slots)
-        else:
-            rows, slot_of_row = hidden_states[:0], ids.new_empty(0, dtype=torch.int64)
-        if not (wants_defer(defer) and self.can_defer(topk_output.format)):
+        else:  # no token here: no row, yet a gradient of zero for every parameter and input
+            rows = _expert_rows(self._weights, 0, hidden_states[:0])
+            slot_of_row = ids.new_empty(0, dtype=torch.int64)
+        can_defer = self.can_defer(topk_output.format) and can_finalize(top_k)
+        if not (wants_defer(defer) and can_defer):
             return weighted_sum(rows, slot_of_row, topk_output)
         row_of = torch.full_like(ids, -1, dtype=torch.int32)
         row_of[slot_of_row] = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)

@@ -1,0 +1,199 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""The ``grouped_mm`` runner: permute, two grouped GEMMs of torch, and the fused finalize."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sgl_moe_jit.errors import UnsupportedError
+from sgl_moe_jit.moe.config import ExpertWeights, MoEConfig
+from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
+from sgl_moe_jit.moe.runners.base import (
+    RunnerEntry,
+    Support,
+    can_finalize,
+    check_topk,
+    register_runner,
+    wants_defer,
+)
+from sgl_moe_jit.moe.runners.weighted_sum import weighted_sum
+from sgl_moe_jit.moe.topk import StandardTopKOutput, TopKFormat
+from sgl_moe_jit.ops.activation import silu_and_mul
+from sgl_moe_jit.ops.grouped_mm import grouped_mm
+from sgl_moe_jit.ops.permute import MAX_EXPERTS, moe_permute
+
+_DTYPES = (torch.bfloat16, torch.float32)
+# torch's CUDA kernel: "Can't process more than 1024 groups", and it means fewer than that.
+_MAX_CUDA_EXPERTS = 1023
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def supports(config: MoEConfig) -> Support:
+    """Say whether this runner can serve a layer. Starts nothing; asks the driver on CUDA only."""
+
+    def no(why: str) -> Support:
+        return Support(False, why)
+
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        return no(f"torch {torch.__version__} has no torch.nn.functional.grouped_mm; needs 2.10")
+    if config.dtype not in _DTYPES:
+        return no(f"dtype: needs bfloat16 or float32 (the finalize's), got {_name(config.dtype)}")
+    item = config.dtype.itemsize
+    aligned = config.hidden_dim * item % 16 == 0 and config.intermediate_dim * item % 16 == 0
+    if not (config.aligned_16_bytes and aligned):
+        return no(
+            "strides: torch's grouped_mm needs matrix rows that start on multiples of 16 bytes; "
+            f"got hidden_dim {config.hidden_dim}, intermediate_dim {config.intermediate_dim} "
+            f"in {_name(config.dtype)}"
+        )
+    limit = _MAX_CUDA_EXPERTS if config.device.type == "cuda" else MAX_EXPERTS
+    if config.num_experts > limit:
+        return no(f"num_experts: at most {limit}, got {config.num_experts}")
+    if config.device.type == "cuda":
+        if torch.version.cuda is None:
+            return no("device: needs an NVIDIA GPU, this torch is built for another")
+        if torch.cuda.is_available():
+            capability = torch.cuda.get_device_capability(config.device)
+            if capability < (8, 0):
+                found = ".".join(map(str, capability))
+                return no(f"device: needs compute capability 8.0 or newer, got {found}")
+    elif config.device.type != "cpu":
+        return no(f"device: needs cpu or cuda, got {config.device.type}")
+    return Support(True)
+
+
+class GroupedMMRunner:
+    """Runs all of a layer's experts in two grouped GEMMs, without a device synchronisation.
+
+    The answer is always made by the fused finalize, so deferred and finished output agree bit for
+    bit. Its dtype is the weights', under autocast too, where ``hidden_states`` are cast to it.
+
+    Args:
+        weights: The layer's parameters.
+        fused_activation: Whether ``silu_and_mul`` replaces ``weights.activation`` where that is
+            declared to be the same function. It rounds once, torch's expression twice in bfloat16.
+
+    Raises:
+        UnsupportedError: the layer cannot be served; says why.
+    """
+
+    name = "grouped_mm"
+    mutates_input = False
+
+    def __init__(self, weights: ExpertWeights, *, fused_activation: bool = True) -> None:
+        self._weights = weights
+        self._config = MoEConfig.of(weights)
+        support = supports(self._config)
+        if not support.ok:
+            raise UnsupportedError(f"runner 'grouped_mm' cannot serve this layer: {support.why}")
+        self._fused_activation = fused_activation and weights.is_silu_and_mul
+
+    def can_defer(self, topk_format: TopKFormat) -> bool:
+        """Return whether the format is ``STANDARD``."""
+        return topk_format is TopKFormat.STANDARD
+
+    def _input(self, hidden_states: Tensor) -> Tensor:
+        dtype, expected = hidden_states.dtype, self._config.dtype
+        if dtype == expected:
+            return hidden_states
+        # grouped_mm is not on autocast's list, so nobody else casts.
+        if torch.is_autocast_enabled(hidden_states.device.type):
+            return hidden_states.to(expected)
+        raise TypeError(
+            f"hidden_states: expected {_name(expected)} like the expert weights, "
+            f"got {_name(dtype)}; convert one of them with .to(), or use autocast"
+        )
+
+    def _expert_rows(self, x: Tensor, expert_offsets: Tensor) -> Tensor:
+        """Return the experts' outputs [P, H] for permuted rows [P, H].
+
+        Rows without a slot hold leftovers, here and in the gradient. They stay in their rows while
+        only GEMMs and elementwise code see them; a parameter applied to every row would sum them
+        into its gradient, and 0 * NaN is NaN. So with gradients on they are cleared around it.
+        """
+        weights = self._weights
+
+        def row_numbers() -> Tensor:
+            return torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+
+        def clean(rows: Tensor) -> Tensor:
+            if not torch.is_grad_enabled():
+                return rows
+            return rows.masked_fill((row_numbers() >= expert_offsets[-1])[:, None], 0)
+
+        def add_bias(rows: Tensor, bias: Tensor | None) -> Tensor:
+            if bias is None:
+                return rows
+            # The first expert that ends beyond the row; for rows without a slot, the last one.
+            expert = torch.searchsorted(expert_offsets, row_numbers(), right=True, out_int32=True)
+            return clean(rows + bias[expert.clamp(max=bias.shape[0] - 1)].to(rows.dtype))
+
+        up_out = add_bias(
+            grouped_mm(x, weights.up_as_input_major(), expert_offsets), weights.up_bias
+        )
+        if self._fused_activation:
+            hidden = silu_and_mul(up_out)
+        else:
+            hidden = clean(weights.activation(clean(up_out)).to(x.dtype))
+        rows = grouped_mm(hidden, weights.down_as_input_major(), expert_offsets)
+        rows = add_bias(rows, weights.down_bias)
+        if weights.post_expert_norm is not None:
+            rows = clean(weights.post_expert_norm(clean(rows)).to(x.dtype))
+        return rows
+
+    def _no_rows(self, x: Tensor) -> Tensor:
+        """Return the outputs [0, H] of no rows, tied to every parameter.
+
+        A rank without tokens must still give zero gradients, and grouped_mm's backward refuses an
+        empty gradient that was expanded from a scalar.
+        """
+        weights = self._weights
+        rows = x @ weights.up_as_input_major()[0]
+        if weights.up_bias is not None:
+            rows = rows + weights.up_bias[0].to(rows.dtype)
+        rows = weights.activation(rows).to(x.dtype) @ weights.down_as_input_major()[0]
+        if weights.down_bias is not None:
+            rows = rows + weights.down_bias[0].to(rows.dtype)
+        if weights.post_expert_norm is not None:
+            rows = weights.post_expert_norm(rows).to(x.dtype)
+        return rows
+
+    def run(
+        self, hidden_states: Tensor, topk_output: StandardTopKOutput, *, defer: bool | None = None
+    ) -> Tensor | DeferredFinalizeOutput:
+        """See :class:`MoERunner`. Does not synchronise with the device for top_k 1 to 64.
+
+        Any other top_k is finished here, whatever ``defer`` says.
+
+        Raises:
+            TypeError: ``hidden_states`` are not of the weights' dtype, without autocast.
+            ValueError: T * K is 2^31 or more: torch's offsets are int32.
+        """
+        check_topk(hidden_states, topk_output, self._config.hidden_dim)
+        deferred = wants_defer(defer)
+        ids, expert_weights = topk_output.topk_ids, topk_output.topk_weights
+        x, row_of, offsets = moe_permute(self._input(hidden_states), ids, self._config.num_experts)
+        if expert_weights.dtype not in _DTYPES:
+            expert_weights = expert_weights.float()
+        rows = self._expert_rows(x, offsets) if x.shape[0] else self._no_rows(x)
+        if not can_finalize(ids.shape[1]):
+            slots = (row_of.reshape(-1) >= 0).nonzero().squeeze(1)
+            present = rows[row_of.reshape(-1)[slots].long()]
+            return weighted_sum(present, slots, topk_output)
+        output = DeferredFinalizeOutput(
+            gemm2_out=rows,
+            expert_weights=expert_weights.contiguous(),
+            expanded_idx_to_permuted_idx=row_of,
+            top_k=ids.shape[1],
+            routed_scaling_factor=topk_output.routed_scaling_factor,
+            hidden_dim=self._config.hidden_dim,
+        )
+        return output if deferred else output.finalize()
+
+
+register_runner(RunnerEntry("grouped_mm", supports, GroupedMMRunner))
