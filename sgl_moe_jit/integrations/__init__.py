@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: The sgl_moe_jit authors
 # SPDX-License-Identifier: Apache-2.0
-"""Doors into other libraries. Each submodule imports its library only when it is itself imported."""
+"""Doors into other libraries; each submodule imports its own only when it is itself imported."""

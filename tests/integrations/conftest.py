@@ -1,0 +1,23 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""What several of these tests watch."""
+
+from __future__ import annotations
+
+import pytest
+
+from sgl_moe_jit.integrations.transformers import block_forwards
+from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
+
+
+@pytest.fixture
+def deferred(monkeypatch):
+    """Collects, per finished block, whether its rows arrived un-finalized."""
+    seen, finish = [], block_forwards.finalize_output
+
+    def watch(routed, shared):
+        seen.append(isinstance(routed, DeferredFinalizeOutput))
+        return finish(routed, shared)
+
+    monkeypatch.setattr(block_forwards, "finalize_output", watch)
+    return seen

@@ -1,0 +1,65 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""Fused models under ``torch.compile``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sgl_moe_jit.integrations.transformers import EXPERTS_IMPLEMENTATION
+from sgl_moe_jit.integrations.transformers import fuse_shared_experts as fuse
+
+from .tiny_models import HIDDEN, SHARED_FAMILIES, build, last_block, tokens
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe", "gpt_oss"])
+@torch.no_grad()
+def test_a_bfloat16_model_is_one_graph(family):
+    model, ids = build(family).bfloat16(), tokens()
+    if family in SHARED_FAMILIES:
+        assert fuse(model).fused
+    else:
+        model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+    eager = model(ids).logits
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(ids).logits, eager)
+    assert torch.equal(compiled(ids).logits, eager)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe"])
+def test_a_block_is_one_graph_with_the_fused_op_in_it_and_trains(family, dtype):
+    block = last_block(family).to(dtype)
+    fuse(block)
+    x = torch.randn(2, 3, HIDDEN, dtype=dtype, requires_grad=True)
+    eager = block(x)
+    (expected,) = torch.autograd.grad(eager.sum(), x)
+    targets = []
+
+    def backend(graph, inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    got = torch.compile(block, fullgraph=True, backend=backend)(x)
+    assert torch.equal(got, eager)
+    assert torch.equal(torch.autograd.grad(got.sum(), x)[0], expected)
+    assert sum("moe_finalize_fuse_shared" in target for target in targets) == 1
+
+
+@torch.no_grad()
+def test_a_layer_that_only_the_native_runner_serves_breaks_the_graph():
+    block, x = last_block("deepseek_v3").half(), torch.randn(2, 3, HIDDEN).half()
+    fuse(block)
+    eager = block(x)
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        torch.compile(block, fullgraph=True, backend="eager")(x)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(block, backend="eager")(x), eager)
