@@ -1,0 +1,99 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""Building shipped kernels ahead of use: for images, and machines without a compiler."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+import sgl_moe_jit.ops  # noqa: F401 - registers the shipped kernels
+from sgl_moe_jit import env
+from sgl_moe_jit.errors import SglMoeJitError
+from sgl_moe_jit.jit import BuildSpec, CudaArch, current_arch, families, load_spec, parallel, paths
+
+logger = logging.getLogger("sgl_moe_jit.bench")
+
+# The targets of the public GPUs most in use: A100, H100/H200, B200, RTX 50 and RTX PRO.
+COMMON_TARGETS = ("8.0", "9.0a", "10.0a", "12.0f")
+
+Target = CudaArch | None  # None: the CPU
+
+
+@dataclass(frozen=True)
+class TargetResult:
+    """What became of one target's modules.
+
+    Attributes:
+        target: ``cpu`` or a CUDA target's name.
+        ready: Modules that are in the cache now.
+        failures: ``label: first line of the error`` of the others.
+        seconds: For this target.
+    """
+
+    target: str
+    ready: int
+    failures: tuple[str, ...]
+    seconds: float
+
+    def line(self) -> str:
+        """Return one line for a reader."""
+        total = self.ready + len(self.failures)
+        text = f"{self.target}: {self.ready} of {total} modules ready in {paths.cache_root()}"
+        return f"{text} ({self.seconds:.1f} s)"
+
+
+def choose_targets(arch: str | None, cpu: bool, every: bool) -> list[Target]:
+    """Return what to build for; nothing named means what this machine can run.
+
+    Args:
+        arch: CUDA targets, separated by commas.
+        cpu: The CPU too.
+        every: The CPU and the common CUDA targets too.
+
+    Raises:
+        ValueError: a target does not exist.
+    """
+    targets: list[Target] = [None] if cpu or every else []
+    if arch is not None:
+        targets += [CudaArch.parse(text) for text in arch.split(",")]
+    if every:
+        targets += [CudaArch.parse(text) for text in COMMON_TARGETS]
+    if not targets:
+        targets = [None]
+        if torch.cuda.is_available() or env.CUDA_ARCH.get() is not None:
+            targets.append(current_arch())
+    return list(dict.fromkeys(targets))
+
+
+def specs_for(target: Target) -> list[BuildSpec]:
+    """Return every shipped module of a target."""
+    if target is None:
+        return [spec for family in families() for spec in family.cpu_specs()]
+    return [spec for family in families() for spec in family.cuda_specs(target)]
+
+
+def _failure_of(spec: BuildSpec) -> str | None:
+    try:
+        load_spec(spec)
+    except (SglMoeJitError, OSError) as error:
+        logger.error("%s: %s", spec.label, error)
+        return f"{spec.label}: {str(error).splitlines()[0]}"
+    return None
+
+
+def build(targets: Sequence[Target]) -> list[TargetResult]:
+    """Have every module of the targets in the cache. A failure does not stop the rest."""
+    results = []
+    for target in targets:
+        started = time.perf_counter()
+        specs = specs_for(target)
+        failures = [failure for failure in parallel.run_all(_failure_of, specs) if failure]
+        seconds = time.perf_counter() - started
+        name = "cpu" if target is None else target.name
+        results.append(TargetResult(name, len(specs) - len(failures), tuple(failures), seconds))
+    return results

@@ -1,0 +1,215 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor: what was found, what is missing for which feature, and the command that mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sgl_moe_jit import env
+from sgl_moe_jit.bench import doctor_probes as probes
+from sgl_moe_jit.bench.doctor_probes import Facts
+
+_PROBES: dict[str, Callable[[], Facts]] = {
+    "system": probes.probe_system,
+    "cpu": probes.probe_cpu,
+    "torch": probes.probe_torch,
+    "gpu": probes.probe_gpu,
+    "host_compiler": probes.probe_host_compiler,
+    "nvcc": probes.probe_nvcc,
+    "cutlass": probes.probe_cutlass,
+    "packages": probes.probe_packages,
+    "cache": probes.probe_cache,
+    "environment": probes.probe_environment,
+}
+
+_GET_NVCC = "pip install 'sgl-moe-jit[nvcc]'"
+_OLDEST_TRANSFORMERS = (5, 17)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Whether one part of the library can work here.
+
+    Attributes:
+        name: What a user wants.
+        required: Whether the exit status depends on it.
+        ok: Whether it works.
+        why: One line, either way.
+        mend: The command that makes it work; empty when nothing is missing.
+    """
+
+    name: str
+    required: bool
+    ok: bool
+    why: str
+    mend: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Facts by probe (a failed probe holds only ``error``), and the verdicts drawn from them."""
+
+    facts: dict[str, Facts]
+    features: tuple[Feature, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the kernels for this machine can be built or are cached."""
+        return all(feature.ok for feature in self.features if feature.required)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that ``doctor --json`` prints."""
+        return {"ok": self.ok, **self.facts, "features": [asdict(f) for f in self.features]}
+
+
+def _probe(probe: Callable[[], Facts]) -> Facts:
+    try:
+        return probe()
+    except Exception as error:  # a report with a hole helps more than none
+        return {"error": str(error) or type(error).__name__}
+
+
+def _cached(target: str | None) -> tuple[int, int]:
+    """Return ``(usable, shipped)`` modules of the CPU (None) or of a CUDA target."""
+    from sgl_moe_jit.bench import ahead
+    from sgl_moe_jit.jit import CudaArch, cache
+
+    specs = ahead.specs_for(None if target is None else CudaArch.parse(target))
+    found = [cache.find(spec, cache.key_of(spec)) for spec in specs]
+    return sum(module is not None for module in found), len(found)
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0] if text else ""
+
+
+def _brief(text: str) -> str:
+    """Return an error's first sentence; the facts above the verdicts hold the whole."""
+    return _first_line(text).split(". ")[0].rstrip(".:")
+
+
+def _kernels(name: str, target: str | None, missing: list[tuple[str, str]]) -> Feature:
+    """Judge the kernels of one target: buildable when nothing is missing, else perhaps cached."""
+    if not missing:
+        return Feature(name, True, True, "can be built on first use")
+    why = "; ".join(_brief(reason) for reason, _ in missing)
+    mend = " && ".join(dict.fromkeys(command for _, command in missing if command))
+    try:
+        usable, shipped = _cached(target)
+    except Exception as error:
+        return Feature(name, True, False, f"{why}; {_brief(str(error))}", mend)
+    if usable == shipped:
+        return Feature(
+            name, True, True, f"cannot be built here, but all {shipped} are in the cache"
+        )
+    return Feature(
+        name, True, False, f"{why}; {usable} of {shipped} modules are in the cache", mend
+    )
+
+
+def _runtime_missing(facts: dict[str, Facts]) -> list[tuple[str, str]]:
+    missing = []
+    if "error" in facts["torch"]:
+        missing.append((f"torch: {facts['torch']['error']}", "pip install 'torch>=2.10'"))
+    if facts["packages"].get("apache-tvm-ffi") is None:
+        missing.append(("apache-tvm-ffi is not installed", "pip install apache-tvm-ffi"))
+    if "error" in facts["host_compiler"]:
+        missing.append((facts["host_compiler"]["error"], "apt-get install g++"))
+    if facts["cache"].get("writable") is False:
+        reason = f"the cache folder {facts['cache']['path']} is not writable"
+        missing.append((reason, f"export {env.CACHE_DIR.name}=<a folder you may write to>"))
+    return missing
+
+
+def _cuda_feature(facts: dict[str, Facts], runtime_missing: list[tuple[str, str]]) -> Feature:
+    name, gpu, nvcc = "CUDA kernels", facts["gpu"], facts["nvcc"]
+    missing = list(runtime_missing)
+    if "error" in nvcc:
+        mend = "unset CUDA_HOME CUDA_PATH" if "expected bin/nvcc" in nvcc["error"] else _GET_NVCC
+        missing.append((nvcc["error"], mend))
+    if "error" in facts["cutlass"]:
+        missing.append((facts["cutlass"]["error"], "pip install nvidia-cutlass"))
+    if gpu.get("devices"):
+        target = gpu["target"]
+        if target is None:
+            return Feature(name, True, False, gpu["target_error"], f"unset {env.CUDA_ARCH.name}")
+        known = nvcc.get("targets")
+        if known and target.rstrip("af") not in known:
+            reason = f"nvcc {nvcc['version']} does not know {target}"
+            missing.append((reason, _GET_NVCC + " && unset CUDA_HOME CUDA_PATH"))
+        return _kernels(name, target, missing)
+    if "error" in gpu and facts["torch"].get("cuda"):
+        return Feature(name, True, False, gpu["error"], "nvidia-smi   # is the driver well?")
+    why, mend = "torch sees no GPU", ""
+    if gpu.get("driver") is not None and facts["torch"].get("cuda") is None:
+        why = f"a GPU driver is here, but torch {facts['torch'].get('version')} has no CUDA"
+        mend = "pip install --force-reinstall torch   # a CUDA build"
+    if missing:
+        return Feature(name, False, False, f"{why}; {_brief(missing[0][0])}", mend or missing[0][1])
+    why += "; kernels can be built ahead: python -m sgl_moe_jit compile --arch 9.0a"
+    return Feature(name, False, not mend, why, mend)
+
+
+def _optional_features(facts: dict[str, Facts]) -> list[Feature]:
+    packages, features = facts["packages"], []
+    found = packages.get("transformers")
+    name, mend = "transformers models, demo", "pip install 'sgl-moe-jit[transformers]'"
+    if found is None:
+        features.append(Feature(name, False, False, "transformers is not installed", mend))
+    else:
+        numbers = tuple(int(n) for n in found.split(".")[:2] if n.isdecimal())
+        new = len(numbers) < 2 or numbers >= _OLDEST_TRANSFORMERS
+        why = f"transformers {found}" + ("" if new else ", expected 5.17 or newer")
+        features.append(Feature(name, False, new, why, "" if new else mend))
+    found = packages.get("flashinfer")
+    name, mend = "flashinfer runners", "pip install 'sgl-moe-jit[flashinfer]'"
+    if found is None:
+        features.append(Feature(name, False, False, "flashinfer is not installed", mend))
+    else:
+        features.append(Feature(name, False, True, f"flashinfer {found}"))
+    return features
+
+
+def examine() -> Report:
+    """Probe this machine. Never raises; of compilers it asks the version and one tiny build."""
+    facts = {name: _probe(probe) for name, probe in _PROBES.items()}
+    runtime_missing = _runtime_missing(facts)
+    cpu = _kernels("CPU kernels", None, runtime_missing)
+    cuda = _cuda_feature(facts, runtime_missing)
+    return Report(facts, (cpu, cuda, *_optional_features(facts)))
+
+
+def _lines_of(name: str, facts: Facts) -> list[str]:
+    rows: list[tuple[str, str]] = []
+    for key, value in facts.items():
+        if key == "devices":
+            value = ", ".join(f"{d['name']} ({d['capability']})" for d in value) or None
+        if isinstance(value, list):
+            value = " ".join(map(str, value))
+        shown = "none" if value is None else str(value)
+        rows.append((key, _first_line(shown)))
+        rows += [("", line.strip()) for line in shown.splitlines()[1:]]
+    width = 14
+    lines = []
+    for i, (key, value) in enumerate(rows or [("", "nothing set")]):
+        lines.append(
+            f"{name.replace('_', ' ') if i == 0 else '':<14} {key:<{width}} {value}".rstrip()
+        )
+    return lines
+
+
+def render(report: Report) -> str:
+    """Return the report as text."""
+    lines = [line for name, facts in report.facts.items() for line in _lines_of(name, facts)]
+    lines += ["", "what works"]
+    for feature in report.features:
+        mark = "ok     " if feature.ok else "MISSING" if feature.required else "absent "
+        lines.append(f"  {mark} {feature.name}: {feature.why}")
+        if feature.mend:
+            lines.append(f"          mend: {feature.mend}")
+    verdict = "can be built or are cached" if report.ok else "can neither be built nor are cached"
+    lines += ["", f"kernels for this machine {verdict}"]
+    return "\n".join(lines)
