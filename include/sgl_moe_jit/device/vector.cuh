@@ -32,32 +32,33 @@ struct Word<16> {
 };
 
 // kSize values of T, loaded and stored whole; the address must be a multiple of the whole size.
+// They stay packed until one is asked for: taken apart at once, bfloat16 values would fill a
+// register each, twice what they need.
 template <typename T, int kSize>
-struct alignas(sizeof(T) * kSize) Vector {
-  T values[kSize];
+struct Vector {
+  using Raw = typename Word<sizeof(T) * kSize>::type;
+  Raw raw;
+
+  __device__ __forceinline__ T get(int i) const { return reinterpret_cast<const T*>(&raw)[i]; }
+  __device__ __forceinline__ void set(int i, T value) { reinterpret_cast<T*>(&raw)[i] = value; }
 };
 
 // Plain ld.global, not ld.global.nc: a predecessor in the stream may have written what is read
 // here.
 template <typename T, int kSize>
 __device__ __forceinline__ Vector<T, kSize> load(const T* p) {
-  using Raw = typename Word<sizeof(T) * kSize>::type;
-  const Raw raw = *reinterpret_cast<const Raw*>(p);
-  return *reinterpret_cast<const Vector<T, kSize>*>(&raw);
+  return {*reinterpret_cast<const typename Vector<T, kSize>::Raw*>(p)};
 }
 
 // Evict-first: expert rows are read once, and would push the layer's output out of L2.
 template <typename T, int kSize>
 __device__ __forceinline__ Vector<T, kSize> load_once(const T* p) {
-  using Raw = typename Word<sizeof(T) * kSize>::type;
-  const Raw raw = __ldcs(reinterpret_cast<const Raw*>(p));
-  return *reinterpret_cast<const Vector<T, kSize>*>(&raw);
+  return {__ldcs(reinterpret_cast<const typename Vector<T, kSize>::Raw*>(p))};
 }
 
 template <typename T, int kSize>
 __device__ __forceinline__ void store(T* p, const Vector<T, kSize>& v) {
-  using Raw = typename Word<sizeof(T) * kSize>::type;
-  *reinterpret_cast<Raw*>(p) = *reinterpret_cast<const Raw*>(&v);
+  *reinterpret_cast<typename Vector<T, kSize>::Raw*>(p) = v.raw;
 }
 
 __device__ __forceinline__ float to_float(float x) { return x; }

@@ -25,41 +25,34 @@ namespace sgl_moe_jit {
 namespace moe {
 
 // Routing of kRows neighbouring slots: rows (negative = absent) and weights, all loads in flight at
-// once.
-template <typename Weight, int kRows>
+// once. kWide: both pointers are multiples of four items, and four slots move in one access.
+template <typename Weight, int kRows, bool kWide>
 struct RouteChunk {
+  static constexpr int kStep = kWide ? 4 : 1;
   int32_t row[kRows];
   float weight[kRows];
+  uint32_t present =
+      0;  // bit k: row[k] is there. One register where kRows comparisons would need as many.
 
-  // wide: both pointers are multiples of four items, so that four slots move in one access.
-  __device__ __forceinline__ RouteChunk(const int32_t* row_of, const Weight* weights, bool wide) {
-    if (kRows % 4 == 0 && wide) {
+  __device__ __forceinline__ RouteChunk(const int32_t* row_of, const Weight* weights) {
+    static_assert(kRows % kStep == 0, "a wide access would reach into the next token");
 #pragma unroll
-      for (int k = 0; k < kRows; k += 4) {
-        const auto four = device::load<int32_t, 4>(row_of + k);
+    for (int k = 0; k < kRows; k += kStep) {
+      const auto loaded = device::load<int32_t, kStep>(row_of + k);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) row[k + i] = four.values[i];
-      }
-#pragma unroll
-      for (int k = 0; k < kRows; k += 4) {
-        const auto four = device::load<Weight, 4>(weights + k);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) weight[k + i] = device::to_float(four.values[i]);
-      }
-    } else {
-#pragma unroll
-      for (int k = 0; k < kRows; ++k) row[k] = row_of[k];
-#pragma unroll
-      for (int k = 0; k < kRows; ++k) weight[k] = device::to_float(weights[k]);
+      for (int i = 0; i < kStep; ++i) row[k + i] = loaded.get(i);
     }
+#pragma unroll
+    for (int k = 0; k < kRows; k += kStep) {
+      const auto loaded = device::load<Weight, kStep>(weights + k);
+#pragma unroll
+      for (int i = 0; i < kStep; ++i) weight[k + i] = device::to_float(loaded.get(i));
+    }
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) present |= static_cast<uint32_t>(row[k] >= 0) << k;
   }
 
-  __device__ __forceinline__ bool any() const {
-    bool found = false;
-#pragma unroll
-    for (int k = 0; k < kRows; ++k) found |= row[k] >= 0;
-    return found;
-  }
+  __device__ __forceinline__ bool has(int k) const { return (present >> k) & 1u; }
 };
 
 template <bool kStreaming, typename T, int kSize>
@@ -71,39 +64,63 @@ __device__ __forceinline__ device::Vector<T, kSize> load_row(const T* p) {
   }
 }
 
-// Adds kRows slots to acc in ascending order. An absent row is neither loaded nor multiplied by
-// zero.
-template <bool kStreaming, typename Act, typename Weight, int kRows, int kVec>
-__device__ __forceinline__ void add_rows(const RouteChunk<Weight, kRows>& route, const Act* column,
-                                         int64_t stride, float (&acc)[kVec]) {
+// Adds a chunk's slots to acc, in ascending order; all their loads are in flight together. An
+// absent row is neither loaded nor multiplied by zero.
+template <bool kStreaming, typename Act, typename Weight, int kRows, bool kWide, int kVec>
+__device__ __forceinline__ void add_rows(const RouteChunk<Weight, kRows, kWide>& route,
+                                         const Act* column, int64_t stride, float (&acc)[kVec]) {
   device::Vector<Act, kVec> loaded[kRows];
 #pragma unroll
   for (int k = 0; k < kRows; ++k) {
-    if (route.row[k] >= 0) {
+    if (route.has(k)) {
       loaded[k] = load_row<kStreaming, Act, kVec>(column + route.row[k] * stride);
     }
   }
 #pragma unroll
   for (int k = 0; k < kRows; ++k) {
-    if (route.row[k] >= 0) {
+    if (route.has(k)) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        acc[i] = __fmaf_rn(route.weight[k], device::to_float(loaded[k].values[i]), acc[i]);
+        acc[i] = __fmaf_rn(route.weight[k], device::to_float(loaded[k].get(i)), acc[i]);
       }
     }
   }
 }
 
+// How a kernel covers its work; chosen by the launcher.
+//   vec            values moved in one access; 1 makes no alignment demands
+//   max_threads    threads a block at most
+//   min_blocks     blocks a multiprocessor must hold: caps the registers
+//   vecs_per_thread
+//   rows_in_flight rows a thread loads before it adds them
+//   streaming      marks rows as read once
+template <int vec, int max_threads, int min_blocks, int vecs_per_thread, int rows_in_flight,
+          bool streaming>
+struct FinalizeShape {
+  static constexpr int kVec = vec;
+  static constexpr int kMaxThreads = max_threads;
+  static constexpr int kMinBlocks = min_blocks;
+  static constexpr int kVecsPerThread = vecs_per_thread;
+  static constexpr int kRowsInFlight = rows_in_flight;
+  static constexpr bool kStreaming = streaming;
+};
+
+// Whether a kernel reads routing four slots at a time, and so needs it aligned.
+template <int kTopK, int kVec>
+constexpr bool kWideRoutes = kVec > 1 && kTopK > 0 && kTopK % 4 == 0;
+
 // One block takes one token (blockIdx.x) and blockDim.x * kVecsPerThread vectors of its columns
-// (blockIdx.y). kTopK is the number of slots, known at compile time so that all of a token's rows
-// are in flight together; 0 means p.top_k, in steps of four. kVec values move in one access; kVec =
-// 1 has no alignment demands. kStreaming marks rows as read once.
-template <typename Act, typename Weight, int kTopK, int kVec, int kMaxThreads, int kVecsPerThread,
-          bool kStreaming>
-__global__ void __launch_bounds__(kMaxThreads) finalize_kernel(const FinalizeParams p) {
-  constexpr int kChunk = kTopK > 0 ? kTopK : 4;
-  constexpr int kHead = kTopK > 0 ? kTopK : 1;
-  static_assert(kTopK >= 0 && kTopK <= 16, "more rows in flight than registers can hold");
+// (blockIdx.y). kTopK is the number of slots, known at compile time; 0 means p.top_k, in steps of
+// four.
+template <typename Act, typename Weight, int kTopK, typename Shape>
+__global__ void __launch_bounds__(Shape::kMaxThreads, Shape::kMinBlocks)
+    finalize_kernel(const FinalizeParams p) {
+  constexpr int kVec = Shape::kVec;
+  constexpr int kRows = Shape::kRowsInFlight;
+  constexpr bool kWide = kWideRoutes<kTopK, kVec> && kRows % 4 == 0;
+  constexpr bool kStreaming = Shape::kStreaming;
+  constexpr bool kOneChunk = kTopK == kRows;
+  static_assert(kTopK == 0 || kTopK % kRows == 0, "slots would be left over");
 
   const int64_t token = blockIdx.x;
   const int top_k = kTopK > 0 ? kTopK : p.top_k;
@@ -113,7 +130,7 @@ __global__ void __launch_bounds__(kMaxThreads) finalize_kernel(const FinalizePar
   const Act* shared = static_cast<const Act*>(p.shared);
   Act* out = static_cast<Act*>(p.out) + token * p.out_stride;
   if (shared != nullptr) shared += token * p.shared_stride;
-  const int first = (blockIdx.y * blockDim.x * kVecsPerThread + threadIdx.x) * kVec;
+  const int first = (blockIdx.y * blockDim.x * Shape::kVecsPerThread + threadIdx.x) * kVec;
 
   // Indices, weights, rows and shared all come from kernels ahead of us: read nothing before this.
   // And the next kernel may start only now, when no predecessor still needs the multiprocessors it
@@ -121,43 +138,46 @@ __global__ void __launch_bounds__(kMaxThreads) finalize_kernel(const FinalizePar
   device::pdl_wait();
   device::pdl_launch_dependents();
 
-  const RouteChunk<Weight, kHead> head(row_of, weights, p.wide_routes);
-  bool present = head.any();
-  if (kTopK == 0) {
-    for (int k = 1; k < top_k && !present; ++k) present = row_of[k] >= 0;
-  }
-#pragma unroll
-  for (int v = 0; v < kVecsPerThread; ++v) {
+#pragma unroll 1
+  for (int v = 0; v < Shape::kVecsPerThread; ++v) {
     const int column = first + v * blockDim.x * kVec;
     if (column >= p.hidden_dim) return;
     device::Vector<Act, kVec> result;
     if (shared != nullptr) result = load_row<kStreaming, Act, kVec>(shared + column);
     float acc[kVec] = {};
-    if constexpr (kTopK > 0) {
-      add_rows<kStreaming>(head, gemm2_out + column, p.gemm2_stride, acc);
+    const Act* rows = gemm2_out + column;
+    uint32_t present = 0;
+    if constexpr (kOneChunk) {
+      const RouteChunk<Weight, kRows, kWide> route(row_of, weights);
+      add_rows<kStreaming>(route, rows, p.gemm2_stride, acc);
+      present = route.present;
     } else {
       int k = 0;
-      for (; k + kChunk <= top_k; k += kChunk) {
-        const RouteChunk<Weight, kChunk> route(row_of + k, weights + k, p.wide_routes);
-        add_rows<kStreaming>(route, gemm2_out + column, p.gemm2_stride, acc);
+#pragma unroll 1
+      for (; k + kRows <= top_k; k += kRows) {
+        const RouteChunk<Weight, kRows, kWide> route(row_of + k, weights + k);
+        add_rows<kStreaming>(route, rows, p.gemm2_stride, acc);
+        present |= route.present;
       }
-      for (; k < top_k; ++k) {
-        const RouteChunk<Weight, 1> route(row_of + k, weights + k, false);
-        add_rows<kStreaming>(route, gemm2_out + column, p.gemm2_stride, acc);
+#pragma unroll 1
+      for (; kTopK == 0 && k < top_k; ++k) {
+        const RouteChunk<Weight, 1, false> route(row_of + k, weights + k);
+        add_rows<kStreaming>(route, rows, p.gemm2_stride, acc);
+        present |= route.present;
       }
     }
-    if (present) {
+    if (present != 0) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
         float sum = acc[i];
         // The two intrinsics keep the compiler from fusing the product with the sum.
         if (p.routed_factor != 1.0f) sum = __fmul_rn(sum, p.routed_factor);
-        if (shared != nullptr) sum = __fadd_rn(sum, device::to_float(result.values[i]));
-        result.values[i] = device::from_float<Act>(sum);
+        if (shared != nullptr) sum = __fadd_rn(sum, device::to_float(result.get(i)));
+        result.set(i, device::from_float<Act>(sum));
       }
     } else if (shared == nullptr) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) result.values[i] = device::from_float<Act>(0.0f);
+      for (int i = 0; i < kVec; ++i) result.set(i, device::from_float<Act>(0.0f));
     }
     device::store<Act, kVec>(out + column, result);
   }

@@ -117,7 +117,6 @@ inline FinalizeCall check_finalize(const host::TensorView& out, const host::Tens
       static_cast<int32_t>(hidden_dim),
       static_cast<int32_t>(top_k),
       static_cast<float>(routed_factor),
-      false,
   };
   return call;
 }

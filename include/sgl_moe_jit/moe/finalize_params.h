@@ -31,7 +31,6 @@ struct FinalizeParams {
   int32_t hidden_dim;   // H
   int32_t top_k;        // K, 1 to kMaxTopK
   float routed_factor;  // multiplies the routed sum, never the shared row
-  bool wide_routes;  // CUDA, set by the launcher: four slots of row_of and weights fit one access
 };
 
 }  // namespace moe
