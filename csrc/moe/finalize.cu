@@ -26,16 +26,17 @@ constexpr int kRows = kTopK == 0 ? 4 : kTopK > 8 ? kTopK / 2 : kTopK;
 // without a spill. When the compiler took 128, half of the threads found no place, and 16384 tokens
 // of 7168 took 635 us instead of 543.
 constexpr int kBlocks = kTopK == 0 || kTopK > 8 ? 6 : 8;
-using Scalar = FinalizeShape<1, 256, 1, 1, kRows, true>;
-using Half = FinalizeShape<kHalf, 128, kBlocks, 1, kRows, true>;
-using Base = FinalizeShape<kFull, 128, kBlocks, 1, kRows, true>;
-using Large = std::conditional_t<(kTopK > 8), FinalizeShape<kFull, 128, kBlocks, 1, kRows, false>,
-                                 FinalizeShape<kFull, 448, 2, 2, kRows, false>>;
+using Scalar = FinalizeShape<1, 256, 1, 1, kRows>;
+using Half = FinalizeShape<kHalf, 128, kBlocks, 1, kRows>;
+using Base = FinalizeShape<kFull, 128, kBlocks, 1, kRows>;
+using Large = std::conditional_t<(kTopK > 8), FinalizeShape<kFull, 128, kBlocks, 1, kRows>,
+                                 FinalizeShape<kFull, 448, 2, 2, kRows>>;
 
-// 16-byte vectors of output a multiprocessor has to make, from where on Large wins: a block a
-// token, two vectors a thread, rows kept in L2 as they come. Between 1024 and 2048 tokens of hidden
-// 7168, top 8, on an H200 (132 SMs), 2026-11-29; see docs/kernel_notes.md.
+// 16-byte vectors of output a multiprocessor has to make, from where on Large wins if its blocks
+// are nearly full (hidden 7168, not 5120: fewer threads would find a place). Between 1024 and 2048
+// tokens of hidden 7168, top 8, on an H200 (132 SMs), 2026-11-29; see docs/kernel_notes.md.
 constexpr int64_t kLargeLimit = 10240;
+constexpr int kLargeMinThreads = 416;
 
 template <typename Shape>
 cudaError_t launch(const FinalizeParams& p, int threads, bool enable_pdl, cudaStream_t stream) {
@@ -80,10 +81,11 @@ cudaError_t launch_finalize(const FinalizeParams& p, bool enable_pdl, bool allow
   if (!fits_vector(p, 16)) return launch<Half>(p, Half::kMaxThreads, enable_pdl, stream);
   const int vectors = p.hidden_dim / kFull;
   const int64_t vectors_per_sm = p.num_tokens * vectors / std::max(1, host::sm_count());
-  if (vectors_per_sm < kLargeLimit) {
-    return launch<Base>(p, Base::kMaxThreads, enable_pdl, stream);
+  const int threads = even_threads<Large>(vectors);
+  if (vectors_per_sm >= kLargeLimit && threads >= kLargeMinThreads) {
+    return launch<Large>(p, threads, enable_pdl, stream);
   }
-  return launch<Large>(p, even_threads<Large>(vectors), enable_pdl, stream);
+  return launch<Base>(p, Base::kMaxThreads, enable_pdl, stream);
 }
 
 }  // namespace moe

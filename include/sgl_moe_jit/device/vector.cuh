@@ -50,12 +50,6 @@ __device__ __forceinline__ Vector<T, kSize> load(const T* p) {
   return {*reinterpret_cast<const typename Vector<T, kSize>::Raw*>(p)};
 }
 
-// Evict-first: expert rows are read once, and would push the layer's output out of L2.
-template <typename T, int kSize>
-__device__ __forceinline__ Vector<T, kSize> load_once(const T* p) {
-  return {__ldcs(reinterpret_cast<const typename Vector<T, kSize>::Raw*>(p))};
-}
-
 template <typename T, int kSize>
 __device__ __forceinline__ void store(T* p, const Vector<T, kSize>& v) {
   *reinterpret_cast<typename Vector<T, kSize>::Raw*>(p) = v.raw;

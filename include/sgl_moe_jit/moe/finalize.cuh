@@ -55,25 +55,16 @@ struct RouteChunk {
   __device__ __forceinline__ bool has(int k) const { return (present >> k) & 1u; }
 };
 
-template <bool kStreaming, typename T, int kSize>
-__device__ __forceinline__ device::Vector<T, kSize> load_row(const T* p) {
-  if constexpr (kStreaming) {
-    return device::load_once<T, kSize>(p);
-  } else {
-    return device::load<T, kSize>(p);
-  }
-}
-
 // Adds a chunk's slots to acc, in ascending order; all their loads are in flight together. An
 // absent row is neither loaded nor multiplied by zero.
-template <bool kStreaming, typename Act, typename Weight, int kRows, bool kWide, int kVec>
+template <typename Act, typename Weight, int kRows, bool kWide, int kVec>
 __device__ __forceinline__ void add_rows(const RouteChunk<Weight, kRows, kWide>& route,
                                          const Act* column, int64_t stride, float (&acc)[kVec]) {
   device::Vector<Act, kVec> loaded[kRows];
 #pragma unroll
   for (int k = 0; k < kRows; ++k) {
     if (route.has(k)) {
-      loaded[k] = load_row<kStreaming, Act, kVec>(column + route.row[k] * stride);
+      loaded[k] = device::load<Act, kVec>(column + route.row[k] * stride);
     }
   }
 #pragma unroll
@@ -93,16 +84,13 @@ __device__ __forceinline__ void add_rows(const RouteChunk<Weight, kRows, kWide>&
 //   min_blocks     blocks a multiprocessor must hold: caps the registers
 //   vecs_per_thread
 //   rows_in_flight rows a thread loads before it adds them
-//   streaming      marks rows as read once
-template <int vec, int max_threads, int min_blocks, int vecs_per_thread, int rows_in_flight,
-          bool streaming>
+template <int vec, int max_threads, int min_blocks, int vecs_per_thread, int rows_in_flight>
 struct FinalizeShape {
   static constexpr int kVec = vec;
   static constexpr int kMaxThreads = max_threads;
   static constexpr int kMinBlocks = min_blocks;
   static constexpr int kVecsPerThread = vecs_per_thread;
   static constexpr int kRowsInFlight = rows_in_flight;
-  static constexpr bool kStreaming = streaming;
 };
 
 // Whether a kernel reads routing four slots at a time, and so needs it aligned.
@@ -118,7 +106,6 @@ __global__ void __launch_bounds__(Shape::kMaxThreads, Shape::kMinBlocks)
   constexpr int kVec = Shape::kVec;
   constexpr int kRows = Shape::kRowsInFlight;
   constexpr bool kWide = kWideRoutes<kTopK, kVec> && kRows % 4 == 0;
-  constexpr bool kStreaming = Shape::kStreaming;
   constexpr bool kOneChunk = kTopK == kRows;
   static_assert(kTopK == 0 || kTopK % kRows == 0, "slots would be left over");
 
@@ -143,26 +130,26 @@ __global__ void __launch_bounds__(Shape::kMaxThreads, Shape::kMinBlocks)
     const int column = first + v * blockDim.x * kVec;
     if (column >= p.hidden_dim) return;
     device::Vector<Act, kVec> result;
-    if (shared != nullptr) result = load_row<kStreaming, Act, kVec>(shared + column);
+    if (shared != nullptr) result = device::load<Act, kVec>(shared + column);
     float acc[kVec] = {};
     const Act* rows = gemm2_out + column;
     uint32_t present = 0;
     if constexpr (kOneChunk) {
       const RouteChunk<Weight, kRows, kWide> route(row_of, weights);
-      add_rows<kStreaming>(route, rows, p.gemm2_stride, acc);
+      add_rows(route, rows, p.gemm2_stride, acc);
       present = route.present;
     } else {
       int k = 0;
 #pragma unroll 1
       for (; k + kRows <= top_k; k += kRows) {
         const RouteChunk<Weight, kRows, kWide> route(row_of + k, weights + k);
-        add_rows<kStreaming>(route, rows, p.gemm2_stride, acc);
+        add_rows(route, rows, p.gemm2_stride, acc);
         present |= route.present;
       }
 #pragma unroll 1
       for (; kTopK == 0 && k < top_k; ++k) {
         const RouteChunk<Weight, 1, false> route(row_of + k, weights + k);
-        add_rows<kStreaming>(route, rows, p.gemm2_stride, acc);
+        add_rows(route, rows, p.gemm2_stride, acc);
         present |= route.present;
       }
     }
