@@ -32,7 +32,10 @@ def variables_table() -> str:
 def _times(rows: Sequence[_Row], provider: str) -> str:
     for row in rows:
         if row["provider"] == provider:
-            return f"{row['median_us']:.2f} ({row['p20_us']:.2f} to {row['p80_us']:.2f})"
+            spread = ""
+            if row["p20_us"] is not None:
+                spread = f" ({row['p20_us']:.2f} to {row['p80_us']:.2f})"
+            return f"{row['median_us']:.2f}{spread}"
     return "-"
 
 
@@ -43,9 +46,10 @@ def _ratio(rows: Sequence[_Row], provider: str) -> str:
     return f"{medians[provider] / medians['sgl_moe_jit']:.2f}x"
 
 
-def figures_table(path: Path, peers: Sequence[str]) -> str:
-    """Return a Markdown table of one result file: our time, and each peer's with its ratio."""
-    rows: list[_Row] = json.loads(path.read_text(encoding="utf-8"))
+def figures_table(path: Path, peers: Sequence[str], case: str = "deepseek-v3") -> str:
+    """Return a Markdown table of one case: our time, and each peer's with its ratio."""
+    every: list[_Row] = json.loads(path.read_text(encoding="utf-8"))
+    rows = [row for row in every if row["case"] == case]
     first = rows[0]
     shapes: dict[tuple[str, int, str], list[_Row]] = {}
     for row in rows:
@@ -54,7 +58,7 @@ def figures_table(path: Path, peers: Sequence[str]) -> str:
     head += [f"{name}, us | {name} / ours" for name in peers]
     head_text = " | ".join(head)
     lines = [
-        f"{first['device']}, {first['date']}, commit `{first['commit'][:12]}`, hidden "
+        f"{first['device']}, {first['date']}, commit `{first['commit'][:7]}`, hidden "
         f"{first['hidden_dim']}, top {first['top_k']}, median (p20 to p80); file "
         f"`{path.as_posix()}`, command `{first['command']}`.",
         "",
@@ -81,7 +85,7 @@ def jit_lines(path: Path) -> str:
     built, loaded = (_seconds(row) for row in (cold, warm))
     return (
         f"First build {built}, load in the next process {loaded}, imports not counted: "
-        f"{cold['device']}, {cold['date']}, commit `{cold['commit'][:12]}`, file "
+        f"{cold['device']}, {cold['date']}, commit `{cold['commit'][:7]}`, file "
         f"`{path.as_posix()}`, command `{cold['command']}`."
     )
 
@@ -93,7 +97,12 @@ def render(text: str, results: Path) -> str:
         ValueError: a marker is missing.
     """
     parts = {"variables": variables_table()}
-    for name, peers in (("finalize", ("sglang", "torch")), ("cpu", ("torch", "torch bmm"))):
+    tables = {
+        "finalize_shapes": ("sglang",),
+        "finalize": ("sglang", "torch"),
+        "cpu": ("torch", "torch bmm"),
+    }
+    for name, peers in tables.items():
         if (results / f"{name}.json").is_file():
             parts[name] = figures_table(results / f"{name}.json", peers)
     if (results / "jit.json").is_file():
