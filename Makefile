@@ -6,7 +6,7 @@
 # make lint       ruff, mypy and clang-format, all pinned
 # make gpu-test   the tests that need a GPU
 # make bench      the benchmarks
-# make test-floor the JIT and op tests with the oldest supported tvm-ffi
+# make test-floor the tests that depend on them, with the oldest supported tvm-ffi and transformers
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,6 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet
 PINNED := $(PIP) -c constraints.txt
 FLOOR_TVM_FFI := 0.1.11
+FLOOR_TRANSFORMERS := 5.17.0
 
 CXX_FILES := $(shell find csrc include -name '*.cu' -o -name '*.cuh' -o -name '*.cc' -o -name '*.h')
 
@@ -39,7 +40,8 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m sgl_moe_jit bench
 
 test-floor: $(VENV)/.floor
-	PYTHONPATH=$(CURDIR)/$(VENV)/floor $(BIN)/python -m pytest tests/jit tests/ops
+	PYTHONPATH=$(CURDIR)/$(VENV)/floor-tvm-ffi $(BIN)/python -m pytest tests/jit tests/ops
+	PYTHONPATH=$(CURDIR)/$(VENV)/floor-transformers $(BIN)/python -m pytest tests/integrations
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
@@ -64,5 +66,6 @@ $(VENV)/.bench: pyproject.toml constraints.txt | $(BIN)/python
 
 # Beside the pinned version, not instead of it: PYTHONPATH comes first.
 $(VENV)/.floor: $(VENV)/.dev
-	$(PIP) --no-deps --upgrade --target $(VENV)/floor apache-tvm-ffi==$(FLOOR_TVM_FFI)
+	$(PIP) --no-deps --upgrade --target $(VENV)/floor-tvm-ffi apache-tvm-ffi==$(FLOOR_TVM_FFI)
+	$(PIP) --upgrade --target $(VENV)/floor-transformers transformers==$(FLOOR_TRANSFORMERS)
 	touch $@

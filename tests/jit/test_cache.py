@@ -13,7 +13,6 @@ import subprocess
 import pytest
 
 from sgl_moe_jit.errors import ToolchainError
-from sgl_moe_jit.jit import build as building
 from sgl_moe_jit.jit import cache, load_jit, make_spec, manifest
 from tests.jit.helpers import write_add_sources, write_script
 
@@ -37,20 +36,6 @@ def load(tmp_path):
         )
 
     return call
-
-
-@pytest.fixture
-def builds(monkeypatch):
-    """The labels built so far."""
-    seen = []
-    real = building.run_build
-
-    def run_build(build, *rest):
-        seen.append(build.label)
-        return real(build, *rest)
-
-    monkeypatch.setattr(building, "run_build", run_build)
-    return seen
 
 
 def leaves(cache_dir):

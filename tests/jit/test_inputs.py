@@ -29,20 +29,6 @@ def cache_dir(monkeypatch, tmp_path):
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def builds(monkeypatch):
-    """The labels built so far."""
-    seen = []
-    real = building.run_build
-
-    def run_build(build, *rest):
-        seen.append(build.label)
-        return real(build, *rest)
-
-    monkeypatch.setattr(building, "run_build", run_build)
-    return seen
-
-
 def compile_foo(folder, value, *, shared=False):
     """Make foo.o and libfoo.a, or libfoo.so, all of a size and a time that tell nothing."""
     folder.mkdir(exist_ok=True)
