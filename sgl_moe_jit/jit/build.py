@@ -114,9 +114,14 @@ def parse_trace(text: str, folder: Path) -> list[str]:
     return list(found)
 
 
+# Flags that name a file to be written, which is no input.
+_OUTPUT_FLAG = re.compile(r"-Map\b|--dependency-file|--out-implib|-save-temps|-dumpdir")
+
+
 def named_files(words: Iterable[str]) -> list[str]:
     """Return the files that flags name by full path, such as ``-Wl,--version-script=/x/map``."""
-    parts = [part[part.find("/") :] for word in words for part in re.split("[,=]", word)]
+    inputs = [word for word in words if not _OUTPUT_FLAG.search(word)]
+    parts = [part[part.find("/") :] for word in inputs for part in re.split("[,=]", word)]
     return [part for part in parts if part.startswith("/") and Path(part).is_file()]
 
 
@@ -194,6 +199,8 @@ def run_build(build: BuildSpec, tools: Tools, folder: Path) -> BuildResult:
         roots["cuda"] = tools.cuda.include
         roots["cudart"] = tools.cuda.lib
     started_ns = _start_clock(folder)
+    commands = (*(unit.command for unit in build.units), build.link)
+    named = named_files(word for command in commands for word in command)  # before any is written
     (folder / "roots").mkdir()
     for name, target in roots.items():
         (folder / "roots" / name).symlink_to(target, target_is_directory=True)
@@ -211,8 +218,7 @@ def run_build(build: BuildSpec, tools: Tools, folder: Path) -> BuildResult:
     link = tools.fill(build.link)
     linked = parse_trace(_run(link, folder, roots, build.label), folder)
     _require_output(folder / "module.so", build.label, link)
-    commands = (*(unit.command for unit in build.units), build.link)
-    linked += named_files(word for command in commands for word in command)
+    linked += named
     generated = {unit.source for unit in build.units if unit.text is not None}
     names = dict.fromkeys(name for names in read for name in names if name not in generated)
     return BuildResult(folder / "module.so", tuple(names), tuple(linked), started_ns)

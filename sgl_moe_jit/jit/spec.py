@@ -102,6 +102,21 @@ def require_lists(**arguments: object) -> None:
                 raise TypeError(f"{name}[{i}]: expected a string, got {item!r}")
 
 
+def _require_pairs(**arguments: object) -> None:
+    """Refuse wrappers that are not ``(export, function)`` pairs of strings.
+
+    Raises:
+        TypeError: names the argument, or the item.
+    """
+    for name, value in arguments.items():
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise TypeError(f"{name}: expected a list of (export, function) pairs, got {value!r}")
+        for i, item in enumerate(value):
+            pair = isinstance(item, (tuple, list)) and [type(x) for x in item] == [str, str]
+            if not pair:
+                raise TypeError(f"{name}[{i}]: expected an (export, function) pair, got {item!r}")
+
+
 def _refuse_response_files(**arguments: Sequence[str]) -> None:
     # What stands in such a file would reach the compiler and not the key.
     for name, words in arguments.items():
@@ -176,6 +191,7 @@ def make_spec(
         extra_dependencies=extra_dependencies,
         **flags,
     )
+    _require_pairs(cuda_wrappers=cuda_wrappers, cpp_wrappers=cpp_wrappers)
     _refuse_response_files(**flags)
     if not cuda_files and not cpp_files:
         raise ValueError("cuda_files, cpp_files: expected at least one source")

@@ -26,6 +26,7 @@ from sgl_moe_jit.ops.library import (
     NAMESPACE,
     can_bypass_dispatcher,
     cpu_isa,
+    from_dispatcher,
     library,
     refuse_forward_ad,
 )
@@ -114,8 +115,8 @@ def _autograd(ctx: Any, grad_out: Tensor) -> Tensor:
 
 library.define(f"{OP}(Tensor x) -> Tensor")
 for _key in ("CPU", "CUDA"):
-    library.impl(OP, _functional, _key)
-torch.library.register_fake(f"{NAMESPACE}::{OP}", _output, lib=library)
+    library.impl(OP, from_dispatcher(OP, _functional), _key)
+torch.library.register_fake(f"{NAMESPACE}::{OP}", from_dispatcher(OP, _output), lib=library)
 torch.library.register_autograd(
     f"{NAMESPACE}::{OP}", _autograd, setup_context=_setup_context, lib=library
 )

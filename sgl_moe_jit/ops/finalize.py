@@ -9,12 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgl_moe_jit.ops.finalize_arguments import check_kinds, num_tokens_of, output_width
+from sgl_moe_jit.ops.finalize_arguments import (
+    check_devices,
+    check_kinds,
+    num_tokens_of,
+    output_width,
+)
 from sgl_moe_jit.ops.finalize_backward import backward
 from sgl_moe_jit.ops.finalize_kernel import OP, check_dtypes, launch
 from sgl_moe_jit.ops.library import (
     NAMESPACE,
     can_bypass_dispatcher,
+    check_writable,
+    from_dispatcher,
     library,
     mark_written,
     refuse_forward_ad,
@@ -57,6 +64,7 @@ def _fake(
     hidden_dim: int | None = None,
 ) -> Tensor:
     check_dtypes(gemm2_out, expert_weights)
+    check_devices(gemm2_out, expanded_idx_to_permuted_idx, expert_weights, shared_output)
     width = output_width(gemm2_out, shared_output, hidden_dim)
     return gemm2_out.new_empty((num_tokens_of(expert_weights), width))
 
@@ -71,7 +79,7 @@ def _out_variant(
     routed_scaling_factor: float,
     out: Tensor,
 ) -> None:
-    mark_written(out)
+    check_writable(out)
     launch(
         out,
         gemm2_out,
@@ -82,6 +90,22 @@ def _out_variant(
         enable_pdl,
         routed_scaling_factor,
     )
+    mark_written(out)
+
+
+def _fake_out(
+    gemm2_out: Tensor,
+    expanded_idx_to_permuted_idx: Tensor,
+    expert_weights: Tensor,
+    shared_output: Tensor | None,
+    top_k: int,
+    enable_pdl: bool | None,
+    routed_scaling_factor: float,
+    out: Tensor,
+) -> None:
+    check_dtypes(gemm2_out, expert_weights)
+    # With one tensor on "meta" this runs in place of a kernel: nothing real may be left unwritten.
+    check_devices(gemm2_out, expanded_idx_to_permuted_idx, expert_weights, shared_output, out)
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -113,10 +137,10 @@ library.define(
     f"{OP}_out({_ARGS}bool? enable_pdl, float routed_scaling_factor, Tensor(a!) out) -> ()"
 )
 for _key in ("CPU", "CUDA"):
-    library.impl(OP, _functional, _key)
-    library.impl(f"{OP}_out", _out_variant, _key)
-torch.library.register_fake(f"{NAMESPACE}::{OP}", _fake, lib=library)
-torch.library.register_fake(f"{NAMESPACE}::{OP}_out", lambda *args: None, lib=library)
+    library.impl(OP, from_dispatcher(OP, _functional), _key)
+    library.impl(f"{OP}_out", from_dispatcher(OP, _out_variant), _key)
+torch.library.register_fake(f"{NAMESPACE}::{OP}", from_dispatcher(OP, _fake), lib=library)
+torch.library.register_fake(f"{NAMESPACE}::{OP}_out", _fake_out, lib=library)
 torch.library.register_autograd(
     f"{NAMESPACE}::{OP}", _autograd, setup_context=_setup_context, lib=library
 )
@@ -194,6 +218,8 @@ def moe_finalize_fuse_shared(
     width = output_width(gemm2_out, shared_output, hidden_dim)
     if out.dim() == 2 and out.shape[1] != width:  # C++ sees only out's width, and takes it for H
         raise ValueError(f"out: expected width {width}, got {out.shape[1]}")
+    if not torch.compiler.is_compiling() and out.is_neg():
+        raise ValueError("out: expected a plain tensor, got a negated view; pass another tensor")
     if direct:
         _out_variant(*tensors, top_k, enable_pdl, routed_scaling_factor, out)
         return out

@@ -86,3 +86,29 @@ def output_width(gemm2_out: Tensor, shared_output: Tensor | None, hidden_dim: in
 def num_tokens_of(expert_weights: Tensor) -> int:
     """Return T."""
     return expert_weights.shape[0] if expert_weights.dim() else 0
+
+
+def check_devices(
+    gemm2_out: Tensor,
+    expanded_idx_to_permuted_idx: Tensor,
+    expert_weights: Tensor,
+    shared_output: Tensor | None,
+    out: Tensor | None = None,
+) -> None:
+    """Check that all lie on one device, where no kernel is there to do it.
+
+    Raises:
+        ValueError: names the first that does not.
+    """
+    named = {
+        "expanded_idx_to_permuted_idx": expanded_idx_to_permuted_idx,
+        "expert_weights": expert_weights,
+        "shared_output": shared_output,
+        "out": out,
+    }
+    for name, x in named.items():
+        if x is not None and x.device != gemm2_out.device:
+            raise ValueError(
+                f"{name}: expected device {gemm2_out.device} like gemm2_out, got {x.device}; "
+                "move it with .to()"
+            )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgl_moe_jit.ops.library import NAMESPACE, library
+from sgl_moe_jit.ops.library import NAMESPACE, from_dispatcher, library
 
 OP = "grouped_mm"
 
@@ -41,8 +41,8 @@ def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
 
 library.define(f"{OP}(Tensor x, Tensor weight, Tensor offsets) -> Tensor")
 for _key in ("CPU", "CUDA"):
-    library.impl(OP, _functional, _key)
-torch.library.register_fake(f"{NAMESPACE}::{OP}", _fake, lib=library)
+    library.impl(OP, from_dispatcher(OP, _functional), _key)
+torch.library.register_fake(f"{NAMESPACE}::{OP}", from_dispatcher(OP, _fake), lib=library)
 torch.library.register_autograd(
     f"{NAMESPACE}::{OP}", _autograd, setup_context=_setup_context, lib=library
 )

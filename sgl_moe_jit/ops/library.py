@@ -4,17 +4,29 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from sgl_moe_jit import env
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 NAMESPACE = "sgl_moe_jit"
 library = torch.library.Library(NAMESPACE, "DEF")
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
+
+_NO_FORWARD_AD = (
+    "{op}: has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad); use reverse mode, "
+    "or sgl_moe_jit.ops.reference"
+)
 
 # As numbered by host::CpuIsa; -1 takes the best this machine has.
 _CPU_ISA = {"auto": -1, "portable": 0, "avx2": 1, "avx512": 2}
@@ -36,7 +48,7 @@ def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     if torch._C._get_tracing_state() is not None:
         return False
@@ -48,7 +60,24 @@ def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
             return False
         if x.is_neg() or x._is_zerotensor() or x.layout is not torch.strided:
             return False
+        if not (x.is_cpu or x.is_cuda):
+            return False
     return True
+
+
+def from_dispatcher(op: str, function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function`` as the dispatcher may call it: refusing inside a forward-mode level.
+
+    The dispatcher has stripped tangents by then, so that they would be lost without a word.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if forward_ad._current_level >= 0:
+            raise NotImplementedError(_NO_FORWARD_AD.format(op=op))
+        return function(*args, **kwargs)
+
+    return call
 
 
 def refuse_forward_ad(op: str, *tensors: Tensor | None) -> None:
@@ -61,21 +90,22 @@ def refuse_forward_ad(op: str, *tensors: Tensor | None) -> None:
         return
     for x in tensors:
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(
-                f"{op}: has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad); use "
-                "reverse mode, or sgl_moe_jit.ops.reference"
-            )
+            raise NotImplementedError(_NO_FORWARD_AD.format(op=op))
 
 
-def mark_written(out: Tensor) -> None:
-    """Tell autograd that a kernel writes ``out``, as an in-place torch operation would.
+def check_writable(out: Tensor) -> None:
+    """Refuse an ``out`` that an in-place torch operation would refuse.
 
     Raises:
-        RuntimeError: ``out`` is an inference tensor, outside inference mode.
+        RuntimeError: an inference tensor, outside inference mode.
     """
-    if not out.is_inference():
-        torch.autograd.graph.increment_version(out)
-    elif not torch.is_inference_mode_enabled():
+    if out.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(
             "out: an inference tensor may only be written in torch.inference_mode(); pass a clone"
         )
+
+
+def mark_written(out: Tensor) -> None:
+    """Tell autograd that a kernel wrote ``out``, as an in-place torch operation does."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)

@@ -23,7 +23,13 @@ from sgl_moe_jit.jit import (
 )
 from sgl_moe_jit.ops.cpu_threads import cpu_workers
 from sgl_moe_jit.ops.finalize import moe_finalize_fuse_shared
-from sgl_moe_jit.ops.library import NAMESPACE, can_bypass_dispatcher, library, refuse_forward_ad
+from sgl_moe_jit.ops.library import (
+    NAMESPACE,
+    can_bypass_dispatcher,
+    from_dispatcher,
+    library,
+    refuse_forward_ad,
+)
 
 OP = "moe_permute"
 
@@ -175,8 +181,8 @@ library.define(
     f"{OP}(Tensor hidden_states, Tensor topk_ids, SymInt num_experts) -> (Tensor, Tensor, Tensor)"
 )
 for _key in ("CPU", "CUDA"):
-    library.impl(OP, _functional, _key)
-torch.library.register_fake(f"{NAMESPACE}::{OP}", _fake, lib=library)
+    library.impl(OP, from_dispatcher(OP, _functional), _key)
+torch.library.register_fake(f"{NAMESPACE}::{OP}", from_dispatcher(OP, _fake), lib=library)
 torch.library.register_autograd(
     f"{NAMESPACE}::{OP}", _autograd, setup_context=_setup_context, lib=library
 )

@@ -199,3 +199,26 @@ def test_a_cxx_that_cannot_be_read_counts_as_none_on_a_hit(builds, tmp_path, mon
         module = load_jit("add", cpp_files=[sources["add.cc"]], extra_include_paths=[tmp_path])
         assert module.add(1) == 2
     assert len(builds) == 1
+
+
+def test_a_file_the_linker_writes_is_no_input(builds, tmp_path):
+    (tmp_path / "one.cc").write_text(
+        "#include <tvm/ffi/function.h>\nstatic int64_t one() { return 1; }\n"
+        "TVM_FFI_DLL_EXPORT_TYPED_FUNC(one, one);\n"
+    )
+    (tmp_path / "out.map").write_text("from an earlier link")
+    for _ in range(2):
+        module = load_jit(
+            "one",
+            cpp_files=[tmp_path / "one.cc"],
+            extra_ldflags=[f"-Wl,-Map={tmp_path}/out.map"],
+        )
+        assert module.one() == 1
+    assert len(builds) == 1 and "earlier" not in (tmp_path / "out.map").read_text()
+
+
+@pytest.mark.parametrize("wrappers", ["ab", ["ab"], [("a", 1)], [("a", "b", "c")], 3])
+def test_wrappers_are_pairs(tmp_path, wrappers):
+    (tmp_path / "k.h").write_text("")
+    with pytest.raises(TypeError, match=r"cpp_wrappers.*: expected .*pair"):
+        load_jit("k", cpp_files=[tmp_path / "k.h"], cpp_wrappers=wrappers)
