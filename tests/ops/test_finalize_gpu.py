@@ -34,6 +34,29 @@ def test_cuda_and_cpu_give_the_same_bits(dtype, weight_dtype):
                 assert_same_bits(inputs.to("cuda").run().cpu(), inputs.run())
 
 
+def tokens_of_a_large_call() -> int:
+    """The fewest tokens of hidden 7168 for which csrc/moe/finalize.cu takes its Large shape."""
+    return 10240 * torch.cuda.get_device_properties(0).multi_processor_count // 896 + 1
+
+
+@field_report("M8")
+@field_report("M14")
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+def test_the_launch_shape_of_large_calls_gives_the_same_bits(dtype):
+    num_tokens = tokens_of_a_large_call()
+    on_cpu = make(num_tokens, 2, 7168, dtype=dtype, factor=2.5)
+    inputs = on_cpu.to("cuda")
+    want = inputs.run()
+    assert_same_bits(want.cpu(), on_cpu.run())
+    for begin, end in ((0, 1), (num_tokens - 200, num_tokens)):  # smaller calls take another shape
+        assert_same_bits(inputs.tokens(begin, end).run(), want[begin:end])
+    for which in ("gemm2_out", "idx", "weights", "shared"):
+        x = getattr(inputs, which)
+        storage = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")
+        moved = storage[1:].view(x.shape).copy_(x)  # one element off alignment
+        assert_same_bits(replace(inputs, **{which: moved}).run(), want)
+
+
 def graph_of(function):
     function()
     torch.cuda.synchronize()

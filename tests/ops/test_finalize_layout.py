@@ -28,7 +28,7 @@ dtypes = pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 @field_report("M9")
 @pytest.mark.parametrize("which", ["gemm2_out", "idx", "weights", "shared", "out"])
 def test_misaligned_and_strided_tensors(device, dtype, which):
-    for num_tokens in (3, 200):  # the small and the large launch shape
+    for num_tokens in (3, 200):  # one thread and several on a CPU
         inputs = make(num_tokens, 8, 64, device=device, dtype=dtype)
         want = inputs.run()
         out = torch.empty_like(want)
