@@ -8,10 +8,10 @@ Values are read on each use, so a test or a notebook may change them. Nonsense i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -34,6 +34,13 @@ def _parse_positive_int(text: str) -> int:
     return int(text)
 
 
+def _parse_int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("an integer") from None
+
+
 def _parse_path(text: str) -> Path:
     return Path(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises without a HOME
 
@@ -45,6 +52,13 @@ def _one_of(*choices: str) -> Callable[[str], str]:
         return text.strip().lower()
 
     return parse
+
+
+# What os.environ reads: encoded names to encoded values. Looking in here costs 20 ns, os.environ
+# 800, and some variables are read on every launch.
+_environ: Mapping[bytes, bytes] | None = getattr(os.environ, "_data", None)
+if not isinstance(_environ, dict) or os.name != "posix":
+    _environ = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +116,20 @@ ENABLE_DEFERRED_FINALIZE: EnvVar[bool] = EnvVar(
     _parse_bool,
     "Off: `deferred_finalize_context` asks for nothing; runners finish their own output.",
 )
+# No cap: the fused finalize was the fastest way at every size measured (docs/deferral.md), and
+# what deferral costs in memory is weighed for each call, from its own sizes.
+DEFERRED_FINALIZE_MAX_TOKENS: EnvVar[int] = EnvVar(
+    "SGL_MOE_JIT_DEFERRED_FINALIZE_MAX_TOKENS",
+    0,
+    _parse_int,
+    "`SharedExpertMoEBlock` defers up to so many tokens a call. 0 or less: no cap.",
+)
+CHECK_MUTATION: EnvVar[bool] = EnvVar(
+    "SGL_MOE_JIT_CHECK_MUTATION",
+    False,
+    _parse_bool,
+    "On: `FusedMoE` catches a runner that overwrites its input unannounced (synchronises).",
+)
 PDL: EnvVar[bool] = EnvVar(
     "SGL_MOE_JIT_PDL",
     True,
@@ -126,6 +154,32 @@ CPU_ISA: EnvVar[str] = EnvVar(
     _one_of("auto", "portable", "avx2", "avx512"),
     "Instruction set of the CPU kernels: `auto`, `portable`, `avx2` or `avx512`. Same bits.",
 )
+
+
+FLAG_PDL, FLAG_VECTOR, FLAG_CHECK_INDICES = 1, 2, 4
+_FLAG_NAMES = tuple(variable.name.encode() for variable in (PDL, VECTOR, CHECK_INDICES))
+# (texts, flags) of the last read; replaced whole, so that threads may share it
+_last_flags: tuple[Any, int] = (None, 0)
+
+
+def launch_flags() -> int:
+    """Return ``PDL``, ``VECTOR`` and ``CHECK_INDICES`` as bits; parsed when a text has changed.
+
+    Raises:
+        ValueError: a text is no yes or no; names variable and text.
+    """
+    global _last_flags
+    texts: Any = None
+    if _environ is not None:
+        get = _environ.get
+        texts = (get(_FLAG_NAMES[0]), get(_FLAG_NAMES[1]), get(_FLAG_NAMES[2]))
+        known, flags = _last_flags
+        if texts == known:
+            return flags
+    flags = FLAG_PDL * PDL.get() + FLAG_VECTOR * VECTOR.get()
+    flags += FLAG_CHECK_INDICES * CHECK_INDICES.get()
+    _last_flags = (texts, flags)
+    return flags
 
 
 def all_variables() -> tuple[EnvVar[object], ...]:

@@ -55,6 +55,20 @@ def test_a_home_folder_is_expanded(monkeypatch):
     assert env.CACHE_DIR.get() == Path("/home/someone/kernels")
 
 
+def test_a_change_is_seen_by_the_next_launch(monkeypatch):
+    for text, value in (("0", False), ("1", True), ("off", False), ("", True), ("0", False)):
+        monkeypatch.setenv(env.PDL.name, text)
+        assert env.launch_flags() == env.launch_flags() == env.FLAG_PDL * value + env.FLAG_VECTOR
+    monkeypatch.delenv(env.PDL.name)
+    monkeypatch.setenv(env.CHECK_INDICES.name, "yes")
+    monkeypatch.setenv(env.VECTOR.name, "0")
+    assert env.launch_flags() == env.FLAG_PDL + env.FLAG_CHECK_INDICES
+    monkeypatch.setenv(env.PDL.name, "maybe")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="maybe"):
+            env.launch_flags()
+
+
 @pytest.mark.parametrize("variable", env.all_variables(), ids=lambda v: v.name)
 def test_every_variable_has_our_prefix_a_default_and_one_line(monkeypatch, variable):
     monkeypatch.delenv(variable.name, raising=False)

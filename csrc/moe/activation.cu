@@ -3,7 +3,7 @@
 //
 // moe/activation.cu: which shape of the silu_and_mul kernel serves a call.
 //
-// The build passes SMJ_ACTIVATION (cutlass::bfloat16_t or float).
+// The build passes SMJ_ACTIVATION (cutlass::bfloat16_t, cutlass::half_t or float).
 #include "sgl_moe_jit/host/launch.cuh"
 #include "sgl_moe_jit/moe/activation.cuh"
 #include "sgl_moe_jit/moe/activation_launch.h"

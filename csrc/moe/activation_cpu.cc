@@ -51,10 +51,14 @@ void silu_and_mul(TensorView out, TensorView x, int64_t isa, int64_t threads, in
   host::CpuIsa chosen;
   SMJ_CHECK_VALUE(host::resolve_cpu_isa(isa, &chosen))
       << "SGL_MOE_JIT_CPU_ISA: this CPU lacks the instructions asked for";
-  if (host::dtype_of(x.dtype()) == DType::kBFloat16) {
-    run<uint16_t>(params, chosen, host::Workers(threads, openmp));
-  } else {
-    run<float>(params, chosen, host::Workers(threads, openmp));
+  const host::Workers workers(threads, openmp);
+  switch (host::dtype_of(x.dtype())) {
+    case DType::kBFloat16:
+      return run<host::BFloat16>(params, chosen, workers);
+    case DType::kFloat16:
+      return run<host::Float16>(params, chosen, workers);
+    default:
+      return run<float>(params, chosen, workers);
   }
 }
 

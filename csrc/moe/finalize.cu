@@ -3,10 +3,8 @@
 //
 // moe/finalize.cu: which shape of the finalize kernel serves a call.
 //
-// The build passes SMJ_ACTIVATION and SMJ_WEIGHT (__nv_bfloat16 or float) and SMJ_TOP_K (0: any).
-#include <algorithm>
-#include <type_traits>
-
+// The build passes SMJ_ACTIVATION (__nv_bfloat16, __half or float), SMJ_WEIGHT (one of these or
+// UnitWeight), SMJ_TOP_K (0: any) and SMJ_GATE (0 or 1).
 #include "sgl_moe_jit/host/launch.cuh"
 #include "sgl_moe_jit/moe/finalize.cuh"
 #include "sgl_moe_jit/moe/finalize_launch.h"
@@ -19,73 +17,116 @@ using Act = SMJ_ACTIVATION;
 using Weight = SMJ_WEIGHT;
 constexpr int kTopK = SMJ_TOP_K;
 
-constexpr int kHalf = 8 / sizeof(Act), kFull = 16 / sizeof(Act);
-// Rows a thread has in flight. More than eight of 16 bytes take registers from other threads.
-constexpr int kRows = kTopK == 0 ? 4 : kTopK > 8 ? kTopK / 2 : kTopK;
-// Blocks a multiprocessor must hold, which caps a thread's registers (64 or 80; 72 in Large)
-// without a spill. When the compiler took 128, half of the threads found no place, and 16384 tokens
-// of 7168 took 635 us instead of 543.
-constexpr int kBlocks = kTopK == 0 || kTopK > 8 ? 6 : 8;
-using Scalar = FinalizeShape<1, 256, 1, 1, kRows>;
-using Half = FinalizeShape<kHalf, 128, kBlocks, 1, kRows>;
-using Base = FinalizeShape<kFull, 128, kBlocks, 1, kRows>;
-using Large = std::conditional_t<(kTopK > 8), FinalizeShape<kFull, 128, kBlocks, 1, kRows>,
-                                 FinalizeShape<kFull, 448, 2, 2, kRows>>;
+// Values in an access of so many bytes.
+template <int kBytes>
+constexpr int kValues = kBytes / static_cast<int>(sizeof(Act));
 
-// 16-byte vectors of output a multiprocessor has to make, from where on Large wins if its blocks
-// are nearly full (hidden 7168, not 5120: fewer threads would find a place). Between 1024 and 2048
-// tokens of hidden 7168, top 8, on an H200 (132 SMs), 2026-11-29; see docs/kernel_notes.md.
-constexpr int64_t kLargeLimit = 10240;
-constexpr int kLargeMinThreads = 416;
+// Rows a thread has in flight: all of them where they are few or their vectors short. Sixteen of 16
+// bytes take 90 registers and lose.
+constexpr int kRowsWide = kTopK == 0 ? 8 : kTopK > 10 ? kTopK / 2 : kTopK;
+constexpr int kRowsNarrow = kTopK == 0 ? 8 : kTopK;
 
+// The fewer tokens, the narrower the vectors: more threads share the work of a token.
+using Scalar = FinalizeShape<1, 256, 4, kRowsNarrow>;
+using Tiny = FinalizeShape<kValues<4>, 128, 8, kRowsNarrow>;
+using Small = FinalizeShape<kValues<8>, 256, 4, kRowsNarrow>;
+using Middle = FinalizeShape<kValues<16>, 448, 2, kRowsWide>;
+using Large = FinalizeShape<kValues<16>, 128, kTopK == 0 ? 6 : kTopK == 10 ? 7 : 8, kRowsWide>;
+
+// Crossovers in 16-byte vectors of output that a multiprocessor has to make, so that other widths
+// and chips scale. H200 (132 multiprocessors), 2026-11-29, benchmarks/results/finalize_shapes.json.
+// Of hidden 7168 and top 8: Tiny to 8 tokens, Small to 35, Middle to 161. With few rows a block is
+// over sooner and starting blocks weighs more, so the narrow shapes end earlier.
+constexpr int64_t kSlots = kTopK == 0 ? 8 : kTopK;
+constexpr int64_t kTinyLimit = kSlots < 4 ? 10 * kSlots : 60;
+constexpr int64_t kSmallLimit = kSlots < 4 ? 40 + 60 * kSlots : 240;
+constexpr int64_t kMiddleLimit = 1100;
+
+struct Grid {
+  int threads, blocks;  // of a token
+};
+
+// The fewest equal blocks, in whole warps, that cover a token's vectors.
 template <typename Shape>
-cudaError_t launch(const FinalizeParams& p, int threads, bool enable_pdl, cudaStream_t stream) {
-  const int columns = Shape::kVec * threads * Shape::kVecsPerThread;
-  const dim3 grid(static_cast<unsigned>(p.num_tokens), (p.hidden_dim + columns - 1) / columns);
-  return host::launch_kernel(finalize_kernel<Act, Weight, kTopK, Shape>, grid, threads, enable_pdl,
-                             stream, p);
+Grid even_grid(const FinalizeParams& p) {
+  const int vectors = (p.hidden_dim + Shape::kVec - 1) / Shape::kVec;
+  const int blocks = (vectors + Shape::kMaxThreads - 1) / Shape::kMaxThreads;
+  return {((vectors + blocks - 1) / blocks + 31) / 32 * 32, blocks};
 }
 
-bool is_multiple(const void* base, int64_t bytes) {
-  return reinterpret_cast<uintptr_t>(base) % bytes == 0;
+template <typename Shape>
+Grid full_grid(const FinalizeParams& p) {
+  constexpr int kColumns = Shape::kVec * Shape::kMaxThreads;
+  return {Shape::kMaxThreads, (p.hidden_dim + kColumns - 1) / kColumns};
+}
+
+template <typename Shape>
+constexpr auto kKernel = finalize_kernel<Act, Weight, kTopK, SMJ_GATE != 0, Shape>;
+
+// With PDL the next kernel's blocks take the places this one leaves free. If these hold a part of
+// them, and only a part, the rest comes late and to a few multiprocessors: 96 tokens of 7168 took
+// 3.5 us in Large and 2.7 in Small (H200, 2026-11-29). So a shape suits when the blocks of two
+// kernels fit side by side, or those of one nearly fill the chip.
+template <typename Shape>
+bool suits(const FinalizeParams& p, const Grid& grid, int64_t num_sms) {
+  static std::atomic<int> registers{0};
+  const int known = host::registers_of(reinterpret_cast<const void*>(kKernel<Shape>), registers);
+  const int64_t places = num_sms * host::blocks_a_sm(known, grid.threads);
+  const int64_t blocks = p.num_tokens * grid.blocks;
+  return 2 * blocks <= places || (blocks <= places && 100 * blocks >= 84 * places);
+}
+
+template <typename Shape>
+cudaError_t launch(const FinalizeParams& p, const Grid& grid, bool enable_pdl,
+                   cudaStream_t stream) {
+  const int64_t in_y = p.num_tokens < kTokensInY ? p.num_tokens : kTokensInY;
+  const dim3 blocks(static_cast<unsigned>(grid.blocks), static_cast<unsigned>(in_y),
+                    static_cast<unsigned>((p.num_tokens + in_y - 1) / in_y));
+  return host::launch_kernel(kKernel<Shape>, blocks, static_cast<unsigned>(grid.threads),
+                             enable_pdl, stream, p);
+}
+
+template <typename Shape>
+cudaError_t launch_even(const FinalizeParams& p, bool enable_pdl, cudaStream_t stream) {
+  return launch<Shape>(p, even_grid<Shape>(p), enable_pdl, stream);
 }
 
 // Whether every access of bytes that the kernel would make is aligned and inside its row.
-bool fits_vector(const FinalizeParams& p, int bytes) {
-  const auto aligned = [bytes](const void* base, int64_t stride) {
-    return is_multiple(base, bytes) && stride * static_cast<int64_t>(sizeof(Act)) % bytes == 0;
+bool fits_vector(const FinalizeParams& p, uint64_t bytes) {
+  const uint64_t size = sizeof(Act);
+  uint64_t together = static_cast<uint64_t>(p.hidden_dim) * size;
+  const auto add = [&](const void* base, int64_t stride) {
+    together |= reinterpret_cast<uintptr_t>(base) | static_cast<uint64_t>(stride) * size;
   };
-  return static_cast<int64_t>(p.hidden_dim) * static_cast<int64_t>(sizeof(Act)) % bytes == 0 &&
-         aligned(p.out, p.out_stride) && aligned(p.gemm2_out, p.gemm2_stride) &&
-         (p.shared == nullptr || aligned(p.shared, p.shared_stride)) &&
-         (!kWideRoutes<kTopK, 2> ||
-          (is_multiple(p.row_of, 16) && is_multiple(p.weights, 4 * sizeof(Weight))));
-}
-
-// Threads of the fewest equal blocks, in whole warps, that cover a token's vectors.
-template <typename Shape>
-int even_threads(int vectors) {
-  constexpr int kMax = Shape::kVecsPerThread * Shape::kMaxThreads;
-  const int blocks = (vectors + kMax - 1) / kMax;
-  const int share = Shape::kVecsPerThread * blocks;
-  return ((vectors + share - 1) / share + 31) / 32 * 32;
+  add(p.out, p.out_stride);
+  add(p.gemm2_out, p.gemm2_stride);
+  if (p.shared != nullptr) add(p.shared, p.shared_stride);
+  return together % bytes == 0;
 }
 
 }  // namespace
 
-cudaError_t launch_finalize(const FinalizeParams& p, bool enable_pdl, bool allow_vector,
+cudaError_t launch_finalize(const FinalizeParams& p, int device, bool enable_pdl, bool allow_vector,
                             cudaStream_t stream) {
-  if (!allow_vector || !fits_vector(p, 8)) {
-    return launch<Scalar>(p, Scalar::kMaxThreads, enable_pdl, stream);
+  const bool fits4 = allow_vector && fits_vector(p, 4);
+  if (!fits4) return launch<Scalar>(p, full_grid<Scalar>(p), enable_pdl, stream);
+  if (!fits_vector(p, 8)) return launch<Tiny>(p, full_grid<Tiny>(p), enable_pdl, stream);
+  if (!fits_vector(p, 16)) return launch_even<Small>(p, enable_pdl, stream);
+  const int64_t num_sms = std::max(1, host::sm_count(device));
+  const int64_t vectors_a_sm = p.num_tokens * (p.hidden_dim / kValues<16>) / num_sms;
+  if (vectors_a_sm <= kTinyLimit) {
+    return launch<Tiny>(p, full_grid<Tiny>(p), enable_pdl, stream);
   }
-  if (!fits_vector(p, 16)) return launch<Half>(p, Half::kMaxThreads, enable_pdl, stream);
-  const int vectors = p.hidden_dim / kFull;
-  const int64_t vectors_per_sm = p.num_tokens * vectors / std::max(1, host::sm_count());
-  const int threads = even_threads<Large>(vectors);
-  if (vectors_per_sm >= kLargeLimit && threads >= kLargeMinThreads) {
-    return launch<Large>(p, threads, enable_pdl, stream);
+  if (vectors_a_sm <= kSmallLimit) return launch_even<Small>(p, enable_pdl, stream);
+  if (vectors_a_sm <= kMiddleLimit) {
+    if (suits<Middle>(p, even_grid<Middle>(p), num_sms)) {
+      return launch_even<Middle>(p, enable_pdl, stream);
+    }
+    if (suits<Small>(p, even_grid<Small>(p), num_sms)) {
+      return launch_even<Small>(p, enable_pdl, stream);
+    }
   }
-  return launch<Base>(p, Base::kMaxThreads, enable_pdl, stream);
+  return launch<Large>(p, full_grid<Large>(p), enable_pdl, stream);
 }
 
 }  // namespace moe

@@ -4,6 +4,7 @@
 // moe/finalize_cpu.h: the CPU finalize, between its kernel and its binding.
 #pragma once
 
+#include "finalize_sum_cpu.h"
 #include "sgl_moe_jit/host/cpu_kernel.h"
 #include "sgl_moe_jit/host/parallel_for.h"
 #include "sgl_moe_jit/moe/finalize_params.h"
@@ -11,8 +12,9 @@
 namespace sgl_moe_jit {
 namespace moe {
 
-// isa must not exceed host::best_cpu_isa(). Same bits for every isa and thread count.
-void finalize_cpu(const FinalizeParams& params, bool activation_is_bf16, bool weight_is_bf16,
+// weight counts only where params has weights. isa must not exceed host::best_cpu_isa(). Same bits
+// for every isa and thread count.
+void finalize_cpu(const FinalizeParams& params, FloatType activation, FloatType weight,
                   host::CpuIsa isa, const host::Workers& workers);
 
 }  // namespace moe

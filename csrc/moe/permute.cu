@@ -1,23 +1,37 @@
 // SPDX-FileCopyrightText: The sgl_moe_jit authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// moe/permute.cu: which kernels serve a permute call.
+// moe/permute.cu: the kernels of each path of a permute call, and their launch shapes.
+#include <algorithm>
+
 #include "sgl_moe_jit/host/launch.cuh"
 #include "sgl_moe_jit/moe/permute.cuh"
 #include "sgl_moe_jit/moe/permute_launch.h"
+#include "sgl_moe_jit/moe/permute_one_launch.cuh"
 
 namespace sgl_moe_jit {
 namespace moe {
 namespace {
 
-template <typename Word>
-cudaError_t launch_gather(const PermuteParams& p, bool enable_pdl, cudaStream_t stream) {
-  const int64_t words = p.row_bytes / static_cast<int64_t>(sizeof(Word));
-  const auto columns = static_cast<unsigned>((words + kGatherThreads - 1) / kGatherThreads);
-  return host::launch_kernel(gather_kernel<Word>,
-                             dim3(static_cast<unsigned>(p.num_tokens), columns), kGatherThreads,
-                             enable_pdl, stream, p);
+// One launch splits rows over blocks until there are this many a multiprocessor: more blocks keep
+// more of the chip busy, and each counts all ids anew. Not swept on a device yet.
+constexpr int64_t kOneLaunchBlocksPerSm = 2;
+
+struct Caller {
+  bool enable_pdl;
+  cudaStream_t stream;
+
+  cudaError_t launch(void (*kernel)(PermuteParams), dim3 grid, int threads,
+                     const PermuteParams& p) const {
+    return host::launch_kernel(kernel, grid, static_cast<unsigned>(threads), enable_pdl, stream, p);
+  }
+};
+
+dim3 grid_of(int64_t x, int64_t y = 1) {
+  return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
 }
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The widest access, up to 16 bytes, that every row of both matrices can be cut into.
 int64_t word_bytes(const PermuteParams& p, bool allow_vector) {
@@ -29,35 +43,74 @@ int64_t word_bytes(const PermuteParams& p, bool allow_vector) {
   return bytes;
 }
 
-}  // namespace
-
-cudaError_t launch_permute(const PermuteParams& p, bool enable_pdl, bool allow_vector,
-                           cudaStream_t stream) {
-  const auto launch = [&](void (*kernel)(PermuteParams), int blocks, int threads) {
-    return host::launch_kernel(kernel, dim3(static_cast<unsigned>(blocks)),
-                               static_cast<unsigned>(threads), enable_pdl, stream, p);
-  };
-  cudaError_t status = cudaSuccess;
-  if (p.num_chunks == 0) {
-    status = launch(index_kernel, 1, warps_that_fit(p.num_experts, kIndexMaxWarps) * kWarp);
-  } else {
-    const int warps = warps_that_fit(p.num_experts, kChunkMaxWarps);
-    const int blocks = (p.num_chunks + warps - 1) / warps;
-    status = launch(count_kernel, blocks, warps * kWarp);
-    if (status == cudaSuccess) status = launch(scan_kernel, p.num_experts, kScanThreads);
-    if (status == cudaSuccess) status = launch(rank_kernel, blocks, warps * kWarp);
-  }
-  if (status != cudaSuccess || p.num_slots == 0 || p.row_bytes == 0) return status;
+// Calls body(Word{}) with that access.
+template <typename Body>
+cudaError_t with_word(const PermuteParams& p, bool allow_vector, const Body& body) {
   switch (word_bytes(p, allow_vector)) {
     case 16:
-      return launch_gather<uint4>(p, enable_pdl, stream);
+      return body(uint4{});
     case 8:
-      return launch_gather<uint2>(p, enable_pdl, stream);
+      return body(uint2{});
     case 4:
-      return launch_gather<uint32_t>(p, enable_pdl, stream);
+      return body(uint32_t{});
     default:
-      return launch_gather<uint16_t>(p, enable_pdl, stream);
+      return body(uint16_t{});
   }
+}
+
+int64_t blocks_of_padding(const PermuteParams& p) { return p.alignment > 1 ? p.num_experts : 0; }
+
+template <typename Word>
+cudaError_t launch_one(const PermuteParams& p, const Caller& caller) {
+  const int64_t words = p.row_bytes / static_cast<int64_t>(sizeof(Word));
+  const int64_t tokens = p.num_slots > 0 ? p.num_tokens : 0;
+  const int64_t columns = std::max<int64_t>(1, divide_up(words, kOneLaunchThreads));
+  const int64_t enough = std::max<int64_t>(1, kOneLaunchBlocksPerSm * host::sm_count());
+  const int64_t words_a_thread = std::max<int64_t>(1, tokens * columns / enough);
+  const int64_t padded = tokens > 0 ? blocks_of_padding(p) : 0;
+  return caller.launch(one_launch_kernel<Word>,
+                       grid_of(1 + padded + tokens, divide_up(columns, words_a_thread)),
+                       kOneLaunchThreads, p);
+}
+
+cudaError_t launch_index(const PermuteParams& p, const Caller& caller) {
+  const int warps = warps_that_fit(p.num_experts, kIndexMaxWarps);
+  return caller.launch(index_kernel, grid_of(1), warps * kWarp, p);
+}
+
+cudaError_t launch_count_scan_rank(const PermuteParams& p, const Caller& caller) {
+  const int warps = warps_that_fit(p.num_experts, kChunkMaxWarps);
+  const dim3 chunks = grid_of(divide_up(p.num_chunks, warps));
+  cudaError_t status = caller.launch(count_kernel, chunks, warps * kWarp, p);
+  if (status != cudaSuccess) return status;
+  status = caller.launch(scan_kernel, grid_of(p.num_experts), kScanThreads, p);
+  if (status != cudaSuccess) return status;
+  return caller.launch(rank_kernel, chunks, warps * kWarp, p);
+}
+
+template <typename Word>
+cudaError_t launch_gather(const PermuteParams& p, const Caller& caller) {
+  const int64_t words = p.row_bytes / static_cast<int64_t>(sizeof(Word));
+  return caller.launch(
+      gather_kernel<Word>,
+      grid_of(blocks_of_padding(p) + p.num_tokens, divide_up(words, kGatherThreads)),
+      kGatherThreads, p);
+}
+
+}  // namespace
+
+cudaError_t launch_permute(const PermuteParams& p, PermutePath path, bool enable_pdl,
+                           bool allow_vector, cudaStream_t stream) {
+  const Caller caller{enable_pdl, stream};
+  if (path == PermutePath::kOneLaunch) {
+    return with_word(p, allow_vector,
+                     [&](auto word) { return launch_one<decltype(word)>(p, caller); });
+  }
+  const cudaError_t status = path == PermutePath::kTwoLaunches ? launch_index(p, caller)
+                                                               : launch_count_scan_rank(p, caller);
+  if (status != cudaSuccess || p.num_slots == 0 || p.row_bytes == 0) return status;
+  return with_word(p, allow_vector,
+                   [&](auto word) { return launch_gather<decltype(word)>(p, caller); });
 }
 
 }  // namespace moe

@@ -16,14 +16,15 @@ using host::TensorView;
 
 void moe_permute(TensorView permuted, TensorView row_of, TensorView expert_offsets,
                  TensorView hidden, TensorView topk_ids, host::Optional<TensorView> scratch,
-                 bool enable_pdl, bool allow_vector) {
+                 int64_t alignment, int64_t path, bool enable_pdl, bool allow_vector) {
   host::check_is_cuda("hidden_states", hidden);
   const moe::PermuteParams params =
-      moe::check_permute(permuted, row_of, expert_offsets, hidden, topk_ids, scratch);
+      moe::check_permute(permuted, row_of, expert_offsets, hidden, topk_ids, scratch, alignment);
+  const moe::PermutePath chosen = moe::check_permute_path(params, path);
   host::DeviceGuard guard(hidden.device().device_id);
-  host::check_cuda(
-      moe::launch_permute(params, enable_pdl, allow_vector, host::current_stream(hidden.device())),
-      "moe_permute");
+  host::check_cuda(moe::launch_permute(params, chosen, enable_pdl, allow_vector,
+                                       host::current_stream(hidden.device())),
+                   "moe_permute");
 }
 
 }  // namespace

@@ -24,20 +24,31 @@ namespace sgl_moe_jit {
 namespace host {
 
 using tvm::ffi::Optional;
+using tvm::ffi::Tensor;
 using tvm::ffi::TensorView;
 
-enum class DType { kFloat32, kBFloat16, kInt32, kInt64, kOther };
+// kNone: there is no such tensor.
+enum class DType { kFloat32, kBFloat16, kFloat16, kInt32, kInt64, kNone, kOther };
 
 inline DType dtype_of(DLDataType t) {
   if (t.lanes != 1) return DType::kOther;
   if (t.code == kDLFloat && t.bits == 32) return DType::kFloat32;
   if (t.code == kDLBfloat && t.bits == 16) return DType::kBFloat16;
+  if (t.code == kDLFloat && t.bits == 16) return DType::kFloat16;
   if (t.code == kDLInt && t.bits == 32) return DType::kInt32;
   if (t.code == kDLInt && t.bits == 64) return DType::kInt64;
   return DType::kOther;
 }
 
-inline int64_t item_size(DType t) { return t == DType::kBFloat16 ? 2 : t == DType::kInt64 ? 8 : 4; }
+// Not for kNone and kOther.
+inline int64_t item_size(DType t) {
+  if (t == DType::kBFloat16 || t == DType::kFloat16) return 2;
+  return t == DType::kInt64 ? 8 : 4;
+}
+
+inline bool is_float(DType t) {
+  return t == DType::kFloat32 || t == DType::kBFloat16 || t == DType::kFloat16;
+}
 
 inline std::string dtype_name(DLDataType t) {
   switch (t.code) {
@@ -76,9 +87,16 @@ inline void check_device(const char* name, const TensorView& x, DLDevice expecte
       << device_text(x.device()) << "; move it with .to()";
 }
 
+// torch has tensors of zeros that own no memory.
+inline void check_memory(const char* name, const TensorView& x) {
+  SMJ_CHECK_VALUE(x.data_ptr() != nullptr || x.numel() == 0)
+      << name << ": expected a tensor with memory, got one without; call .clone()";
+}
+
 // A [rows, columns] matrix whose columns lie side by side; rows may be any distance apart.
 inline void check_rows(const char* name, const TensorView& x) {
   SMJ_CHECK_VALUE(x.ndim() == 2) << name << ": expected 2 dimensions, got shape " << shape_text(x);
+  check_memory(name, x);
   SMJ_CHECK_VALUE(x.size(1) <= 1 || x.stride(1) == 1)
       << name << ": expected adjacent columns (stride 1), got stride " << x.stride(1)
       << "; call .contiguous()";
@@ -90,6 +108,7 @@ inline void check_rows(const char* name, const TensorView& x) {
 inline bool is_contiguous(const TensorView& x) { return x.numel() == 0 || x.IsContiguous(); }
 
 inline void check_contiguous(const char* name, const TensorView& x) {
+  check_memory(name, x);
   SMJ_CHECK_VALUE(is_contiguous(x))
       << name << ": expected a contiguous tensor, got a strided view; call .contiguous()";
 }

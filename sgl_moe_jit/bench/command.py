@@ -5,18 +5,52 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import importlib
+import logging
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sgl_moe_jit.bench.cases import FinalizeCase
+    from sgl_moe_jit.bench.contest import Contest
+    from sgl_moe_jit.bench.options import Options
     from sgl_moe_jit.bench.report import Record
 
-# Sizes of decode, of a chunk, and of prefill.
-_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
-_CPU_TOKENS = (1, 8, 64, 256)
-_CACHE_BYTES = 256 << 20  # past four times the last-level cache of common hosts
+logger = logging.getLogger("sgl_moe_jit.bench")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One thing to measure.
+
+    Attributes:
+        name: As typed; also the name of its module, which has ``bench(options, contest)``.
+        devices: Where it can run, the preferred one first.
+        arguments: Which of the shared arguments mean something to it.
+        rounds: Samples a provider, unless the command line says otherwise.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    arguments: tuple[str, ...] = ("cases", "tokens", "rounds", "providers", "plot")
+    rounds: int = 25
+
+
+_GPU_ARGUMENTS = ("cases", "tokens", "modes", "rounds", "providers", "plot", "peer")
+SUBJECTS = (
+    Subject("finalize", ("cuda",), _GPU_ARGUMENTS),
+    Subject("norm", ("cuda",), _GPU_ARGUMENTS),
+    Subject("permute", ("cuda",), _GPU_ARGUMENTS[:-1]),
+    Subject("layer", ("cuda",)),
+    Subject("host", ("cuda", "cpu"), ("rounds", "peer", "providers"), rounds=200),
+    Subject("cpu", ("cpu",), rounds=75),
+    Subject("jit", ("cpu",), ("arch",)),
+)
+_BY_NAME = {subject.name: subject for subject in SUBJECTS}
+# What a number of a result file must not depend on, in place of this machine's paths.
+_PLACEHOLDERS = {"json": "FILE", "plot": "DIR"}
 
 
 def _list(text: str) -> tuple[str, ...]:
@@ -33,94 +67,141 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "subject",
         nargs="?",
         default="all",
-        choices=("all", "jit", "cpu", "finalize"),
+        choices=("all", *_BY_NAME),
         help="default: all that this machine can run",
     )
-    parser.add_argument("--cases", type=_list, default=("deepseek-v3",), metavar="NAME[,NAME...]")
-    parser.add_argument("--tokens", type=_int_list, metavar="T[,T...]")
-    parser.add_argument("--modes", type=_list, default=("hot", "cold"), metavar="hot,cold")
-    parser.add_argument("--rounds", type=int, default=25, help="samples a provider")
     parser.add_argument(
-        "--peer", action="append", default=[], metavar="sglang=DIR", help="folder of its two files"
+        "--cases", type=_list, metavar="NAME[,NAME...]", help="default: deepseek-v3; or all"
     )
-    parser.add_argument("--arch", default="9.0a", help="target of bench jit")
+    parser.add_argument("--tokens", type=_int_list, metavar="T[,T...]")
+    parser.add_argument("--modes", type=_list, metavar="hot,cold")
+    parser.add_argument("--rounds", type=int, metavar="N", help="samples a provider")
+    parser.add_argument(
+        "--providers", type=_list, metavar="NAME[,NAME...]", help="default: all there are"
+    )
+    parser.add_argument(
+        "--peer",
+        action="append",
+        metavar="NAME=DIR",
+        help="sources of sglang or flashinfer; see sgl_moe_jit/bench/kernels.py",
+    )
+    parser.add_argument("--arch", help="target of bench jit, default: 9.0a")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="write PNGs there")
     parser.add_argument("--commit", help="of the tree that runs; default: git's")
 
 
-def _finalize(arguments: argparse.Namespace) -> list[Record]:
+def command_line(arguments: argparse.Namespace) -> str:
+    """Return the command with placeholders for this machine's paths, and without ``--commit``."""
+    words = ["python", "-m", "sgl_moe_jit", "bench", arguments.subject]
+    for name in ("cases", "tokens", "modes", "rounds", "providers", "arch"):
+        value = getattr(arguments, name)
+        if value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            words += [f"--{name}", text]
+    for peer in arguments.peer or ():
+        words += ["--peer", f"{peer.partition('=')[0]}=DIR"]
+    words += [
+        word
+        for name, placeholder in _PLACEHOLDERS.items()
+        if getattr(arguments, name) is not None
+        for word in (f"--{name}", placeholder)
+    ]
+    return shlex.join(words)
+
+
+def _refuse_unused(arguments: argparse.Namespace) -> None:
+    """Refuse an argument that the one subject named would ignore.
+
+    Raises:
+        ValueError: names it.
+    """
+    subject = _BY_NAME[arguments.subject]
+    for name in (*_GPU_ARGUMENTS, "arch"):
+        if getattr(arguments, name) is not None and name not in subject.arguments:
+            raise ValueError(f"--{name}: means nothing to bench {subject.name}; leave it out")
+
+
+def _options(arguments: argparse.Namespace) -> Options:
+    from sgl_moe_jit.bench.cases import cases_named
+    from sgl_moe_jit.bench.kernels import parse_peers
+    from sgl_moe_jit.bench.options import Options
+
+    modes = arguments.modes or ("hot", "cold")
+    for mode in modes:
+        if mode not in ("hot", "cold"):
+            raise ValueError(f"--modes: expected hot, cold or both, got {mode!r}")
+    if any(tokens < 1 for tokens in arguments.tokens or ()):
+        raise ValueError(f"--tokens: expected numbers of at least 1, got {arguments.tokens}")
+    return Options(
+        cases=cases_named(arguments.cases or ("deepseek-v3",)),
+        tokens=arguments.tokens,
+        modes=modes,
+        folders=parse_peers(arguments.peer or []),
+        providers=arguments.providers,
+        arch=arguments.arch or "9.0a",
+    )
+
+
+def _device_of(subject: Subject) -> str:
     import torch
 
-    from sgl_moe_jit.bench import finalize, peers
+    available = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    for device in subject.devices:
+        if device in available:
+            return device
+    raise ValueError(
+        f"bench {subject.name}: needs a CUDA device, and torch.cuda.is_available() is False; "
+        "bench cpu, host and jit do not"
+    )
 
-    if not torch.cuda.is_available():
-        raise ValueError("bench finalize: needs a CUDA device; `bench cpu` does not")
-    providers: dict[str, peers.Provider] = {"sgl_moe_jit": peers.ours}
-    providers.update(peers.parse_peer(text) for text in arguments.peer)
-    providers["torch"] = peers.torch_eager
+
+def _measure(subject: Subject, options: Options, contest: Contest) -> Iterator[list[Record]]:
+    module = importlib.import_module(f"sgl_moe_jit.bench.{subject.name}")
+    shapes: Iterator[list[Record]] = module.bench(options, contest)
+    return shapes
+
+
+def _run_one(subject: Subject, arguments: argparse.Namespace) -> int:
+    from sgl_moe_jit.bench import plot, report
+    from sgl_moe_jit.bench.contest import Contest
+
+    options = _options(arguments)
+    device = _device_of(subject)
+    if arguments.plot:
+        plot.require_matplotlib()  # before the measurement, not after it
+    stamp = report.make_stamp(device, arguments.commit, command_line(arguments), options.folders)
+    contest = Contest(arguments.rounds or subject.rounds)
     records: list[Record] = []
-    for case in _cases(arguments.cases):
-        for num_tokens in arguments.tokens or _TOKENS:
-            for mode in finalize.modes_of(num_tokens, arguments.modes):
-                records += finalize.bench_cuda(case, num_tokens, mode, providers, arguments.rounds)
-                torch.cuda.empty_cache()
-    return records
-
-
-def _cpu(arguments: argparse.Namespace) -> list[Record]:
-    from sgl_moe_jit.bench import finalize, peers
-
-    providers: dict[str, peers.Provider] = {
-        "sgl_moe_jit": peers.ours,
-        "torch": peers.torch_eager,
-        "torch bmm": peers.torch_bmm,
-    }
-    records: list[Record] = []
-    for case in _cases(arguments.cases):
-        for num_tokens in arguments.tokens or _CPU_TOKENS:
-            records += finalize.bench_cpu(
-                case, num_tokens, providers, _CACHE_BYTES, arguments.rounds
-            )
-    return records
-
-
-def _jit(arguments: argparse.Namespace) -> list[Record]:
-    from sgl_moe_jit.bench.jit import bench_jit
-
-    return bench_jit(arguments.arch)
-
-
-_SUBJECTS = {"jit": _jit, "cpu": _cpu, "finalize": _finalize}
-
-
-def _cases(names: Sequence[str]) -> list[FinalizeCase]:
-    from sgl_moe_jit.bench.cases import CASES
-
-    for name in names:
-        if name not in CASES:
-            raise ValueError(f"--cases: expected some of {', '.join(CASES)}, got {name!r}")
-    return [CASES[name] for name in names]
+    print(f"{stamp.device}, commit {stamp.commit}")
+    print(report.table_head(), flush=True)
+    for shape in _measure(subject, options, contest):
+        records += shape
+        print("\n".join(report.table_lines(shape, stamp.device)), flush=True)
+        if arguments.json:  # after every shape: a run that is cut short keeps what it has
+            report.write_json(records, stamp, arguments.json)
+    if arguments.plot:
+        for path in plot.draw(report.to_json(records, stamp), arguments.plot):
+            print(path)
+    for failure in contest.failures:  # again, at the end, where they are seen
+        logger.error("not timed: %s", failure)
+    return 1 if contest.failures else 0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subjects, print their tables, and write their records."""
+    """Run the subjects, print their tables, write their records; 1 when a provider failed."""
     import torch
 
-    from sgl_moe_jit.bench import report
-
-    subjects = [arguments.subject]
-    if arguments.subject == "all":
-        if arguments.json:
-            raise ValueError("--json: expected one subject, got all; a file holds one comparison")
-        subjects = ["jit", "cpu"] + ["finalize"] * torch.cuda.is_available()
-    for subject in subjects:
-        records = _SUBJECTS[subject](arguments)
-        device = "cuda" if subject == "finalize" else "cpu"
-        if subject == "jit":
-            print("\n".join(f"{r.case}, {r.mode}: {r.timing.text_ms()}" for r in records))
-        else:
-            print(report.table(records, report.peak_bytes_per_s(device)))
-        if arguments.json:
-            stamp = report.make_stamp(device, arguments.commit)
-            report.write_json(records, stamp, arguments.json)
-    return 0
+    if arguments.subject != "all":
+        _refuse_unused(arguments)
+        return _run_one(_BY_NAME[arguments.subject], arguments)
+    if arguments.json or arguments.plot or arguments.providers:
+        raise ValueError(
+            "--json, --plot, --providers: expected one subject, got all; a file holds one "
+            "comparison"
+        )
+    status = 0
+    for subject in SUBJECTS:
+        if torch.cuda.is_available() or "cpu" in subject.devices:
+            status |= _run_one(subject, arguments)
+    return status

@@ -12,10 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 
 import torch
 
 from sgl_moe_jit import env
+from sgl_moe_jit.bench.contest import Contest
+from sgl_moe_jit.bench.options import Options
 from sgl_moe_jit.bench.report import Record
 from sgl_moe_jit.bench.timing import Timing
 from sgl_moe_jit.jit import CudaArch, load_spec
@@ -45,15 +48,16 @@ def _child(arch: str, folder: str) -> float:
     return float(done.stdout.split()[-1])
 
 
-def bench_jit(arch: str) -> list[Record]:
+def bench(options: Options, contest: Contest) -> Iterator[list[Record]]:
     """Time cold builds, each into an empty folder, and warm loads, each in a new process."""
+    arch = options.arch
     cold, warm = [], []
     for _ in range(_ROUNDS):
         with tempfile.TemporaryDirectory(prefix="sgl_moe_jit-bench-") as folder:
             cold.append(_child(arch, folder) * 1e6)
             warm.append(_child(arch, folder) * 1e6)
     case = f"finalize top 8 {CudaArch.parse(arch).name}"
-    return [
+    yield [
         Record("jit", case, 0, 0, 8, mode, "float32", "sgl_moe_jit", Timing.of(samples), 0)
         for mode, samples in (("cold", cold), ("warm", warm))
     ]

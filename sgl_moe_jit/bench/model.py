@@ -43,3 +43,22 @@ def separate_finalize_bytes(
 def finalize_flops(num_tokens: int, top_k: int, hidden_dim: int, has_shared: bool = True) -> int:
     """Return the floating-point operations of one finalize, every row present."""
     return num_tokens * hidden_dim * (2 * top_k + int(has_shared))
+
+
+def norm_bytes(
+    num_tokens: int, top_k: int, hidden_dim: int, activation_bytes: int, weight_bytes: int
+) -> int:
+    """Return the bytes of one finalize with residual add and RMSNorm.
+
+    A finalize's, and a token's residual read, its sum written, and the norm's weights read once.
+    """
+    alone = finalize_bytes(num_tokens, top_k, hidden_dim, activation_bytes, weight_bytes)
+    return alone + (2 * num_tokens + 1) * hidden_dim * activation_bytes
+
+
+def permute_bytes(
+    num_tokens: int, top_k: int, hidden_dim: int, activation_bytes: int, id_bytes: int
+) -> int:
+    """Return the bytes of one permutation: rows read once, written K times; ids in, rows out."""
+    rows = num_tokens * (1 + top_k) * hidden_dim * activation_bytes
+    return rows + num_tokens * top_k * (id_bytes + 4)

@@ -1,28 +1,31 @@
 # SPDX-FileCopyrightText: The sgl_moe_jit authors
 # SPDX-License-Identifier: Apache-2.0
-"""Other implementations of the same finalize, to be timed beside ours in one process.
-
-A peer's sources are never part of this project: ``--peer sglang=<folder>`` names a folder that
-holds the two files of its kernel (``moe_finalize_fuse_shared.cu`` and ``tvm_ffi_utils.h``).
-"""
+"""Who computes a finalize beside us, in one process: sglang, flashinfer and torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from sgl_moe_jit.bench import kernels
 from sgl_moe_jit.bench.cases import FinalizeInputs
-from sgl_moe_jit.jit import cache_once, load_jit
+from sgl_moe_jit.bench.timing import Call
+from sgl_moe_jit.jit import current_arch, load_spec, parallel
 from sgl_moe_jit.ops import moe_finalize_fuse_shared
+from sgl_moe_jit.ops.finalize_kernel import cuda_spec
 
-# Makes a call that writes ``inputs.out``.
-Provider = Callable[[FinalizeInputs, int], Callable[[], object]]
+# Makes the calls of one shape, one for each set of buffers; a call writes ``out``.
+Provider = Callable[[Sequence[FinalizeInputs], int], list[Call]]
 
 
-def ours(inputs: FinalizeInputs, top_k: int) -> Callable[[], object]:
+def each(one: Callable[[FinalizeInputs, int], Call]) -> Provider:
+    """Return the provider that treats every set of buffers alike."""
+    return lambda inputs, top_k: [one(x, top_k) for x in inputs]
+
+
+def ours(inputs: FinalizeInputs, top_k: int) -> Call:
     """This library's op, writing into ``out``."""
     return lambda: moe_finalize_fuse_shared(
         inputs.gemm2_out,
@@ -34,7 +37,16 @@ def ours(inputs: FinalizeInputs, top_k: int) -> Callable[[], object]:
     )
 
 
-def torch_eager(inputs: FinalizeInputs, top_k: int) -> Callable[[], object]:
+def build_ours(top_ks: Sequence[int]) -> Provider:
+    """Build the modules of these top_k side by side; return our provider."""
+    arch = current_arch()
+    parallel.run_all(
+        lambda top_k: load_spec(cuda_spec(torch.bfloat16, torch.float32, top_k, arch)), top_ks
+    )
+    return each(ours)
+
+
+def torch_eager(inputs: FinalizeInputs, top_k: int) -> Call:
     """What is written without a kernel: gather, scale, sum, add."""
     width = inputs.out.shape[1]
     rows = inputs.expanded_idx_to_permuted_idx.long()
@@ -46,7 +58,35 @@ def torch_eager(inputs: FinalizeInputs, top_k: int) -> Callable[[], object]:
     return call
 
 
-def torch_bmm(inputs: FinalizeInputs, top_k: int) -> Callable[[], object]:
+def torch_compiled(inputs: Sequence[FinalizeInputs], top_k: int) -> list[Call]:
+    """The same expression, compiled for exactly this shape.
+
+    Static but for the pool's rows, which differ between hot and cold: otherwise each token count
+    would be compiled twice.
+    """
+
+    def expression(
+        gemm2_out: torch.Tensor,
+        idx: torch.Tensor,
+        weights: torch.Tensor,
+        shared: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        terms = gemm2_out[idx, : out.shape[1]].float() * weights[..., None]
+        out.copy_(terms.sum(1) + shared)
+
+    torch.compiler.reset()  # Dynamo compiles one function for eight shapes at most
+    compiled = torch.compile(expression, dynamic=False, fullgraph=True)
+    torch._dynamo.maybe_mark_dynamic(inputs[0].gemm2_out, 0)
+
+    def call_of(x: FinalizeInputs) -> Call:
+        idx = x.expanded_idx_to_permuted_idx.long()
+        return lambda: compiled(x.gemm2_out, idx, x.expert_weights, x.shared_output, x.out)
+
+    return [call_of(x) for x in inputs]
+
+
+def torch_bmm(inputs: FinalizeInputs, top_k: int) -> Call:
     """The same as one batched matrix product, in the activations' dtype."""
     width = inputs.out.shape[1]
     rows = inputs.expanded_idx_to_permuted_idx.long()
@@ -59,42 +99,47 @@ def torch_bmm(inputs: FinalizeInputs, top_k: int) -> Callable[[], object]:
     return call
 
 
-@cache_once
-def _sglang_module(folder: str) -> Any:
-    return load_jit(
-        "peer_sglang",
-        cuda_files=[Path(folder).resolve() / "moe_finalize_fuse_shared.cu"],
-        extra_include_paths=[Path(folder).resolve()],
-        extra_dependencies=["cutlass"],
-    )
+def sglang(folder: Path) -> Provider:
+    """Return sglang's fused kernel, launched with PDL as its engine does."""
+    kernel = kernels.sglang_finalize(str(folder))
 
-
-def sglang(folder: str) -> Provider:
-    """Return sglang's kernel, launched with PDL as its engine does, built from its two files."""
-    kernel = _sglang_module(folder).moe_finalize_fuse_shared
-
-    def provider(inputs: FinalizeInputs, top_k: int) -> Callable[[], object]:
-        rows = inputs.expanded_idx_to_permuted_idx.view(-1)
+    def call_of(x: FinalizeInputs, top_k: int) -> Call:
+        rows = x.expanded_idx_to_permuted_idx.view(-1)
         return lambda: kernel(
-            inputs.out,
-            inputs.gemm2_out,
-            rows,
-            inputs.expert_weights,
-            inputs.shared_output,
-            top_k,
-            True,
+            x.out, x.gemm2_out, rows, x.expert_weights, x.shared_output, top_k, True
         )
 
-    return provider
+    return each(call_of)
 
 
-def parse_peer(text: str) -> tuple[str, Provider]:
-    """Read ``sglang=<folder>``.
+def flashinfer_add(folder: Path) -> Provider:
+    """Return flashinfer's finalize (PDL), then torch's add, as an engine without deferral does."""
+    kernel = kernels.flashinfer_finalize(str(folder))
 
-    Raises:
-        ValueError: another form.
+    def call_of(x: FinalizeInputs, top_k: int) -> Call:
+        def call() -> object:
+            kernel(x.out, x.gemm2_out, x.expanded_idx_to_permuted_idx, x.expert_weights)
+            return x.out.add_(x.shared_output)
+
+        return call
+
+    return each(call_of)
+
+
+def providers(
+    folders: Mapping[str, Path], top_ks: Sequence[int]
+) -> dict[str, Callable[[], Provider]]:
+    """Return what makes each provider of a finalize on a GPU, by name, ours first.
+
+    Args:
+        folders: Peers' sources, by peer.
+        top_ks: For which K to build modules.
     """
-    name, _, folder = text.partition("=")
-    if name != "sglang" or not folder:
-        raise ValueError(f"--peer: expected sglang=<folder>, got {text!r}")
-    return name, sglang(folder)
+    makers: dict[str, Callable[[], Provider]] = {"sgl_moe_jit": lambda: build_ours(top_ks)}
+    if "sglang" in folders:
+        makers["sglang"] = lambda: sglang(folders["sglang"])
+    if "flashinfer" in folders:
+        makers["flashinfer+add"] = lambda: flashinfer_add(folders["flashinfer"])
+    makers["torch"] = lambda: each(torch_eager)
+    makers["torch.compile"] = lambda: torch_compiled
+    return makers

@@ -2,21 +2,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README's generated parts: the table of variables, and figures from committed result files.
 
-``python -m sgl_moe_jit.bench.readme README.md benchmarks/results`` writes them in their markers.
+``python -m sgl_moe_jit.bench.readme README.md benchmarks/results`` writes them in their markers,
+and all of the figures with their plots into ``benchmarks/results/README.md``.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from sgl_moe_jit import env
+from sgl_moe_jit.bench.figures import FIGURES
 
-_Row = dict[str, Any]
+COMMAND = "python -m sgl_moe_jit.bench.readme README.md benchmarks/results"
+# Of a result file's figures: what the README says above its own table, when the file is there.
+_TITLES = {
+    "finalize": "Finalize with the shared add",
+    "finalize_models": "Finalize with the shared add, other models",
+    "norm": "Finalize, shared add, residual add and RMSNorm",
+    "permute": "Permutation into expert order",
+    "layer": "Routed experts of one rank and the shared add, in a CUDA graph",
+    "host": "The host's time of one eager call",
+    "cpu": "Finalize with the shared add on a CPU",
+    "jit": "Build and load",
+}
 
 
 def variables_table() -> str:
@@ -29,96 +39,56 @@ def variables_table() -> str:
     return "\n".join(lines)
 
 
-def _times(rows: Sequence[_Row], provider: str) -> str:
-    for row in rows:
-        if row["provider"] == provider:
-            spread = ""
-            if row["p20_us"] is not None:
-                spread = f" ({row['p20_us']:.2f} to {row['p80_us']:.2f})"
-            return f"{row['median_us']:.2f}{spread}"
-    return "-"
-
-
-def _ratio(rows: Sequence[_Row], provider: str) -> str:
-    medians = {row["provider"]: row["median_us"] for row in rows}
-    if provider not in medians:
-        return "-"
-    return f"{medians[provider] / medians['sgl_moe_jit']:.2f}x"
-
-
-def figures_table(path: Path, peers: Sequence[str], case: str = "deepseek-v3") -> str:
-    """Return a Markdown table of one case: our time, and each peer's with its ratio."""
-    every: list[_Row] = json.loads(path.read_text(encoding="utf-8"))
-    rows = [row for row in every if row["case"] == case]
-    first = rows[0]
-    shapes: dict[tuple[str, int, str], list[_Row]] = {}
-    for row in rows:
-        shapes.setdefault((row["case"], row["num_tokens"], row["mode"]), []).append(row)
-    head = ["tokens", "buffers", "sgl_moe_jit, us"]
-    head += [f"{name}, us | {name} / ours" for name in peers]
-    head_text = " | ".join(head)
-    lines = [
-        f"{first['device']}, {first['date']}, commit `{first['commit'][:7]}`, hidden "
-        f"{first['hidden_dim']}, top {first['top_k']}, median (p20 to p80); file "
-        f"`{path.as_posix()}`, command `{first['command']}`.",
-        "",
-        f"| {head_text} |",
-        "|" + "---|" * (head_text.count("|") + 1),
-    ]
-    for (_, tokens, mode), group in shapes.items():
-        cells = [str(tokens), mode, _times(group, "sgl_moe_jit")]
-        for name in peers:
-            cells += [_times(group, name), _ratio(group, name)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _seconds(row: _Row) -> str:
-    median, low, high = (row[key] / 1e6 for key in ("median_us", "p20_us", "p80_us"))
-    return f"{median:.3f} s (p20 {low:.3f}, p80 {high:.3f})"
-
-
-def jit_lines(path: Path) -> str:
-    """Return the two JIT figures of a result file as one sentence."""
-    rows = {row["mode"]: row for row in json.loads(path.read_text(encoding="utf-8"))}
-    cold, warm = rows["cold"], rows["warm"]
-    built, loaded = (_seconds(row) for row in (cold, warm))
-    return (
-        f"First build {built}, load in the next process {loaded}, imports not counted: "
-        f"{cold['device']}, {cold['date']}, commit `{cold['commit'][:7]}`, file "
-        f"`{path.as_posix()}`, command `{cold['command']}`."
-    )
-
-
 def render(text: str, results: Path) -> str:
     """Return the README with every generated part renewed.
 
+    A marker stands for the result file of its name and stays empty without it.
+
     Raises:
-        ValueError: a marker is missing.
+        ValueError: a marker has no end, or there is nothing of its name.
     """
-    parts = {"variables": variables_table()}
-    tables = {
-        "finalize_shapes": ("sglang",),
-        "finalize": ("sglang", "torch"),
-        "cpu": ("torch", "torch bmm"),
-    }
-    for name, peers in tables.items():
-        if (results / f"{name}.json").is_file():
-            parts[name] = figures_table(results / f"{name}.json", peers)
-    if (results / "jit.json").is_file():
-        parts["jit"] = jit_lines(results / "jit.json")
-    for name, body in parts.items():
-        pattern = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
-        match = pattern.search(text)
-        if match is None:
-            raise ValueError(f"README: expected the markers <!-- {name}:begin --> and {name}:end")
-        begin, end = match.group(1), match.group(2)
-        text = text[: match.start()] + begin + body + "\n" + end + text[match.end() :]
-    return text
+
+    def part(match: re.Match[str]) -> str:
+        name = match[1]
+        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+        if not match[0].endswith(end):
+            raise ValueError(f"README: expected the marker {end} after {begin.strip()}")
+        if name == "variables":
+            return f"{begin}{variables_table()}\n{end}"
+        if name not in FIGURES:
+            raise ValueError(f"README: expected a marker of {', '.join(FIGURES)}, got {name!r}")
+        path = results / f"{name}.json"
+        if not path.is_file():
+            return begin + end
+        title = "" if name == "jit" else f"{_TITLES[name]}. "
+        return f"{begin}{title}{FIGURES[name](path)}\n{end}"
+
+    return re.sub(r"<!-- (\w+):begin -->\n(?:.*?<!-- \1:end -->)?", part, text, flags=re.DOTALL)
+
+
+def all_figures(results: Path) -> str:
+    """Return every result file's table and plots as one document for the results' folder."""
+    lines = [
+        "# Results",
+        "",
+        f"Written by `{COMMAND}`; do not edit. Plots: `python -m sgl_moe_jit.bench.plot`.",
+        "",
+        "Hot: one set of buffers. Cold: buffers rotated past three times the L2 cache (on a CPU:",
+        "four times the last-level cache). Providers take turns in one process, each checked",
+        "against float64 first. `stream` and `copy` move the same bytes and compute nothing.",
+    ]
+    for name, figure in FIGURES.items():
+        path = results / f"{name}.json"
+        if not path.is_file():
+            continue
+        lines += ["", f"## {_TITLES[name]}", "", figure(path)]
+        for kind in ("time", "roofline"):
+            if (results / f"{name}_{kind}.png").is_file():
+                lines += ["", f"![{name}, {kind}]({name}_{kind}.png)"]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    readme = Path(sys.argv[1])
-    readme.write_text(
-        render(readme.read_text(encoding="utf-8"), Path(sys.argv[2])), encoding="utf-8"
-    )
+    readme, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    readme.write_text(render(readme.read_text(encoding="utf-8"), folder), encoding="utf-8")
+    (folder / "README.md").write_text(all_figures(folder), encoding="utf-8")

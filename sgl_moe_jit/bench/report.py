@@ -8,10 +8,8 @@ import datetime
 import importlib.metadata
 import json
 import platform
-import shlex
 import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,9 @@ from typing import Any
 import torch
 
 import sgl_moe_jit
+from sgl_moe_jit.bench.cases import FinalizeCase
+from sgl_moe_jit.bench.contest import Outcome
+from sgl_moe_jit.bench.kernels import peer_version
 from sgl_moe_jit.bench.timing import Timing
 
 # Bytes a second by datasheet, for the share of peak.
@@ -30,16 +31,18 @@ class Record:
     """One provider's time for one shape.
 
     Attributes:
-        subject: finalize, cpu, jit, ...
+        subject: finalize, norm, permute, layer, host, cpu or jit.
         case: Model shape by name.
         num_tokens: T.
         hidden_dim: H.
         top_k: K.
-        mode: hot, cold or eager.
+        mode: hot, cold, graph, eager or warm.
         weight_dtype: Of the expert weights.
         provider: Who computed it.
         timing: Microseconds a call.
-        bytes: What the fused op must move; the same for every provider.
+        bytes: What the fused op must move; the same for every provider. 0 where that says nothing.
+        cache_bytes: The cache that cold buffers were rotated past; None where there is none.
+        note: What else decided the time, such as a launch shape.
     """
 
     subject: str
@@ -52,6 +55,37 @@ class Record:
     provider: str
     timing: Timing
     bytes: int
+    cache_bytes: int | None = None
+    note: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        subject: str,
+        case: FinalizeCase,
+        num_tokens: int,
+        mode: str,
+        provider: str,
+        outcome: Outcome,
+        num_bytes: int,
+        cache_bytes: int | None = None,
+        note: str | None = None,
+    ) -> Record:
+        """Return the record of a provider's outcome on a case, weights in float32."""
+        return cls(
+            subject,
+            case.name,
+            num_tokens,
+            case.hidden_dim,
+            case.top_k,
+            mode,
+            "float32",
+            provider,
+            outcome.timing,
+            num_bytes,
+            cache_bytes,
+            note or outcome.note,
+        )
 
 
 @dataclass(frozen=True)
@@ -89,9 +123,25 @@ def device_name(device: str) -> str:
     return f"{_cpu_name()}, {torch.get_num_threads()} threads"
 
 
+def driver_version() -> str | None:
+    """Return the NVIDIA driver's version, or None where ``nvidia-smi`` does not answer."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().partition("\n")[0] or None
+
+
 def peak_bytes_per_s(device: str) -> float | None:
-    """Return the datasheet bandwidth of the current GPU, or None when it is not listed."""
-    return _PEAK_BYTES.get(torch.cuda.get_device_name()) if device == "cuda" else None
+    """Return the datasheet bandwidth of a GPU of this name, or None when it is not listed."""
+    return _PEAK_BYTES.get(device)
+
+
+def share_of_peak(num_bytes: int, us: float, device: str) -> float | None:
+    """Return which share of a device's datasheet bandwidth a time is, or None."""
+    peak = peak_bytes_per_s(device)
+    return num_bytes / (us * 1e-6) / peak if peak and num_bytes else None
 
 
 def git_commit() -> str:
@@ -110,8 +160,10 @@ def git_commit() -> str:
         return "unknown"
 
 
-def make_stamp(device: str, commit: str | None) -> Stamp:
-    """Describe this machine, these versions and this command line."""
+def make_stamp(
+    device: str, commit: str | None, command: str, peers: Mapping[str, Path] | None = None
+) -> Stamp:
+    """Describe this machine, these versions, and the command line without a machine's paths."""
     versions = {
         "sgl_moe_jit": sgl_moe_jit.__version__,
         "python": platform.python_version(),
@@ -120,52 +172,56 @@ def make_stamp(device: str, commit: str | None) -> Stamp:
     }
     for name in ("apache-tvm-ffi", "nvidia-cutlass"):
         versions[name] = _version(name) or "unknown"
+    if device == "cuda":
+        versions["driver"] = driver_version() or "unknown"
+    for name, folder in (peers or {}).items():
+        versions[name] = peer_version(folder)
     return Stamp(
         device_name(device),
         versions,
         commit or git_commit(),
-        shlex.join(["python", "-m", "sgl_moe_jit", *sys.argv[1:]]),
+        command,
         datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     )
 
 
-def to_json(records: Sequence[Record], stamp: Stamp) -> list[dict[str, Any]]:
+def to_json(records: Iterable[Record], stamp: Stamp) -> list[dict[str, Any]]:
     """Return the records as result files hold them."""
     rows = []
     for record in records:
         row = asdict(record)
         timing = row.pop("timing")
-        rows.append({**row, **timing, **asdict(stamp)})
+        share = share_of_peak(record.bytes, record.timing.median_us, stamp.device)
+        rows.append({**row, **timing, "share_of_peak": share, **asdict(stamp)})
     return rows
 
 
-def write_json(records: Sequence[Record], stamp: Stamp, path: Path) -> None:
+def write_json(records: Iterable[Record], stamp: Stamp, path: Path) -> None:
     """Write a result file, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(to_json(records, stamp), indent=1) + "\n", encoding="utf-8")
 
 
-def table(records: Sequence[Record], peak: float | None, ours: str = "sgl_moe_jit") -> str:
-    """Return one line a shape: each provider's median, and its ratio to ours."""
-    providers = list(dict.fromkeys(record.provider for record in records))
-    shapes: dict[tuple[str, int, str], dict[str, Record]] = {}
+def table_head() -> str:
+    """Return the line above :func:`table_lines`."""
+    return (
+        f"{'case':<13} {'tokens':>6} {'mode':<5} {'provider':<28} {'median us':>10} {'p20':>9} "
+        f"{'p80':>9} {'/ ours':>7} {'GB/s':>8} {'of peak':>8}"
+    )
+
+
+def table_lines(records: Sequence[Record], device: str) -> list[str]:
+    """Return one line a provider of one shape; the ratio is its time over ours."""
+    ours = next((r.timing.median_us for r in records if r.provider == "sgl_moe_jit"), None)
+    lines = []
     for record in records:
-        key = (record.case, record.num_tokens, record.mode)
-        shapes.setdefault(key, {})[record.provider] = record
-    head = f"{'case':<13} {'tokens':>6} {'mode':<5}"
-    head += "".join(f" {name + ' us':>16} {'ratio':>6}" for name in providers)
-    lines = [head + f" {'TB/s':>6}" + (f" {'of peak':>8}" if peak else "")]
-    for (case, tokens, mode), row in shapes.items():
-        mine = row[ours]
-        line = f"{case:<13} {tokens:>6} {mode:<5}"
-        for name in providers:
-            if name not in row:
-                line += f" {'-':>16} {'':>6}"
-                continue
-            t = row[name].timing
-            spread = f"{t.median_us:.2f} ±{(t.p80_us - t.p20_us) / 2:.2f}"
-            line += f" {spread:>16} {t.median_us / mine.timing.median_us:>5.2f}x"
-        rate = mine.bytes / mine.timing.median_us / 1e6
-        line += f" {rate:>6.3f}" + (f" {rate * 1e12 / peak:>8.1%}" if peak else "")
-        lines.append(line)
-    return "\n".join(lines)
+        t = record.timing
+        ratio = f"{t.median_us / ours:.2f}x" if ours else "-"
+        rate = f"{record.bytes / t.median_us / 1e3:.1f}" if record.bytes else "-"
+        share = share_of_peak(record.bytes, t.median_us, device)
+        lines.append(
+            f"{record.case:<13} {record.num_tokens:>6} {record.mode:<5} {record.provider:<28} "
+            f"{t.median_us:>10.2f} {t.p20_us:>9.2f} {t.p80_us:>9.2f} {ratio:>7} {rate:>8} "
+            f"{f'{share:.1%}' if share is not None else '-':>8}"
+        )
+    return lines

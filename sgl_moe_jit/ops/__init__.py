@@ -4,6 +4,16 @@
 
 from sgl_moe_jit.ops.activation import silu_and_mul
 from sgl_moe_jit.ops.finalize import moe_finalize_fuse_shared
+from sgl_moe_jit.ops.finalize_norm import (
+    moe_finalize_fuse_shared_add_rmsnorm,
+    moe_finalize_fuse_shared_add_rmsnorm_fp8,
+)
 from sgl_moe_jit.ops.permute import moe_permute
 
-__all__ = ["moe_finalize_fuse_shared", "moe_permute", "silu_and_mul"]
+__all__ = [
+    "moe_finalize_fuse_shared",
+    "moe_finalize_fuse_shared_add_rmsnorm",
+    "moe_finalize_fuse_shared_add_rmsnorm_fp8",
+    "moe_permute",
+    "silu_and_mul",
+]

@@ -34,14 +34,18 @@ from sgl_moe_jit.ops.library import (
 OP = "silu_and_mul"
 
 # (C++ type, member of host::DType)
-_CPP = {torch.bfloat16: ("cutlass::bfloat16_t", "kBFloat16"), torch.float32: ("float", "kFloat32")}
+_CPP = {
+    torch.bfloat16: ("cutlass::bfloat16_t", "kBFloat16"),
+    torch.float16: ("cutlass::half_t", "kFloat16"),
+    torch.float32: ("float", "kFloat32"),
+}
 
 
 def cuda_spec(dtype: torch.dtype, arch: CudaArch, cutlass: str = "cutlass") -> BuildSpec:
     """Return the CUDA module of a dtype.
 
     Args:
-        dtype: bfloat16 or float32.
+        dtype: bfloat16, float16 or float32.
         arch: CUDA target.
         cutlass: The header dependency; ``cutlass:<provider>`` asks for one provider's copy.
     """
@@ -82,7 +86,9 @@ def _cuda_kernel(dtype: torch.dtype, device_index: int, /) -> Any:
 
 def _output(x: Tensor) -> Tensor:
     if x.dtype not in _CPP:
-        raise TypeError(f"x: expected bfloat16 or float32, got {x.dtype}; convert it with .to()")
+        raise TypeError(
+            f"x: expected bfloat16, float16 or float32, got {x.dtype}; convert it with .to()"
+        )
     if x.dim() != 2 or x.shape[1] % 2 != 0:
         raise ValueError(f"x: expected [num_rows, 2 * width], got {tuple(x.shape)}")
     return torch.empty((x.shape[0], x.shape[1] // 2), dtype=x.dtype, device=x.device)
@@ -125,20 +131,20 @@ torch.library.register_autograd(
 def silu_and_mul(x: Tensor) -> Tensor:
     """Return ``silu(gate) * up`` of ``x = [gate, up]``, computed in float32 and rounded once.
 
-    torch's ``silu(gate) * up`` rounds twice in bfloat16 (after ``silu``, and after the product), so
-    it differs from this op in the last bits of about a quarter of all elements; this op is the
-    nearer one to the exact value.
+    torch's ``silu(gate) * up`` rounds twice in bfloat16 and float16 (after ``silu``, and after the
+    product), so it differs from this op in the last bits of about a quarter of all elements; this
+    op is the nearer one to the exact value.
 
     N rows, I columns of the result.
 
     Args:
-        x: [N, 2I] bfloat16 or float32, adjacent columns, any row stride. First half gate, second
-            half up.
+        x: [N, 2I] bfloat16, float16 or float32, adjacent columns, any row stride. First half gate,
+            second half up.
 
     Returns:
         [N, I], dtype of ``x``. Elementwise, bitwise repeatable, equal on CUDA and CPU; NaN where
         torch gives NaN (a gate of -infinity included). In float32 within 6e-7 of the exact value,
-        relative, subnormals apart.
+        relative, subnormals apart. In float16 a result beyond 65504 rounds to infinity.
 
     Raises:
         TypeError: a dtype is not listed above.

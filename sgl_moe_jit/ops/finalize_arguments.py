@@ -19,6 +19,7 @@ def check_kinds(
     expanded_idx_to_permuted_idx: object,
     expert_weights: object,
     shared_output: object,
+    shared_gate_logits: object,
     top_k: object,
     enable_pdl: object,
     routed_scaling_factor: object,
@@ -37,10 +38,13 @@ def check_kinds(
         fail("gemm2_out", "a Tensor", gemm2_out)
     if not isinstance(expanded_idx_to_permuted_idx, Tensor):
         fail("expanded_idx_to_permuted_idx", "a Tensor", expanded_idx_to_permuted_idx)
-    if not isinstance(expert_weights, Tensor):
-        fail("expert_weights", "a Tensor", expert_weights)
-    if not (shared_output is None or isinstance(shared_output, Tensor)):
-        fail("shared_output", "a Tensor or None", shared_output)
+    for name, x in (
+        ("expert_weights", expert_weights),
+        ("shared_output", shared_output),
+        ("shared_gate_logits", shared_gate_logits),
+    ):
+        if not (x is None or isinstance(x, Tensor)):
+            fail(name, "a Tensor or None", x)
     if not _is_int(top_k):
         fail("top_k", "an int", top_k)
     if not (enable_pdl is None or isinstance(enable_pdl, bool)):
@@ -83,30 +87,23 @@ def output_width(gemm2_out: Tensor, shared_output: Tensor | None, hidden_dim: in
     return hidden_dim
 
 
-def num_tokens_of(expert_weights: Tensor) -> int:
-    """Return T."""
-    return expert_weights.shape[0] if expert_weights.dim() else 0
+def num_tokens_of(
+    expanded_idx_to_permuted_idx: Tensor, expert_weights: Tensor | None, top_k: int
+) -> int:
+    """Return T, from the weights where there are any, else from the indices."""
+    if expert_weights is not None:
+        return expert_weights.shape[0] if expert_weights.dim() else 0
+    idx = expanded_idx_to_permuted_idx
+    return idx.shape[0] if idx.dim() == 2 else idx.numel() // top_k
 
 
-def check_devices(
-    gemm2_out: Tensor,
-    expanded_idx_to_permuted_idx: Tensor,
-    expert_weights: Tensor,
-    shared_output: Tensor | None,
-    out: Tensor | None = None,
-) -> None:
+def check_devices(gemm2_out: Tensor, **others: Tensor | None) -> None:
     """Check that all lie on one device, where no kernel is there to do it.
 
     Raises:
         ValueError: names the first that does not.
     """
-    named = {
-        "expanded_idx_to_permuted_idx": expanded_idx_to_permuted_idx,
-        "expert_weights": expert_weights,
-        "shared_output": shared_output,
-        "out": out,
-    }
-    for name, x in named.items():
+    for name, x in others.items():
         if x is not None and x.device != gemm2_out.device:
             raise ValueError(
                 f"{name}: expected device {gemm2_out.device} like gemm2_out, got {x.device}; "

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,34 +22,52 @@ from sgl_moe_jit.jit import (
     register_family,
 )
 from sgl_moe_jit.ops.cpu_threads import cpu_workers
+from sgl_moe_jit.ops.finalize_arguments import num_tokens_of, output_width
 from sgl_moe_jit.ops.library import cpu_isa
 
 OP = "moe_finalize_fuse_shared"
 
 # (C++ type, member of host::DType)
-_CPP = {torch.bfloat16: ("__nv_bfloat16", "kBFloat16"), torch.float32: ("float", "kFloat32")}
+CPP_TYPES = {
+    torch.bfloat16: ("__nv_bfloat16", "kBFloat16"),
+    torch.float16: ("__half", "kFloat16"),
+    torch.float32: ("float", "kFloat32"),
+}
+# Of weights; None: all are 1.
+WEIGHT_TYPES = {**CPP_TYPES, None: ("UnitWeight", "kNone")}
 # Slots known at compile time for the public models' top_k; any other count runs the generic loop.
-_UNROLLED_TOP_K = (1, 2, 4, 6, 8, 10, 16)
+UNROLLED_TOP_K = (1, 2, 4, 6, 8, 10, 16)
 
 
 def cuda_spec(
-    activation: torch.dtype, weight: torch.dtype, top_k: int, arch: CudaArch
+    activation: torch.dtype,
+    weight: torch.dtype | None,
+    top_k: int,
+    arch: CudaArch,
+    gate: bool = False,
 ) -> BuildSpec:
-    """Return the CUDA module of these dtypes; ``top_k`` 0 is the one for any count."""
-    defines = [
-        f"-DSMJ_ACTIVATION={_CPP[activation][0]}",
-        f"-DSMJ_WEIGHT={_CPP[weight][0]}",
-        f"-DSMJ_TOP_K={top_k}",
-    ]
+    """Return the CUDA module of these options.
+
+    Args:
+        activation: Of rows, shared and output.
+        weight: Of the expert weights; None when all are 1.
+        top_k: Slots a token; 0 is the module for any count.
+        arch: CUDA target.
+        gate: Whether the shared row has a gate.
+    """
+    act_type, act_member = CPP_TYPES[activation]
+    weight_type, weight_member = WEIGHT_TYPES[weight]
+    both = [f"-DSMJ_TOP_K={top_k}", f"-DSMJ_GATE={int(gate)}"]
+    words = ("finalize", act_member[1:], weight_member[1:], f"top{top_k or 'any'}")
     return make_spec(
-        ("finalize", _CPP[activation][1][1:], _CPP[weight][1][1:], f"top{top_k or 'any'}"),
+        (*words, "gate") if gate else words,
         cuda_files=["moe/finalize.cu"],
         cpp_files=["moe/finalize_binding.cc"],
-        extra_cuda_cflags=defines,
+        extra_cuda_cflags=[f"-DSMJ_ACTIVATION={act_type}", f"-DSMJ_WEIGHT={weight_type}", *both],
         extra_cflags=[
-            f"-DSMJ_ACTIVATION_DTYPE={_CPP[activation][1]}",
-            f"-DSMJ_WEIGHT_DTYPE={_CPP[weight][1]}",
-            f"-DSMJ_TOP_K={top_k}",
+            f"-DSMJ_ACTIVATION_DTYPE={act_member}",
+            f"-DSMJ_WEIGHT_DTYPE={weight_member}",
+            *both,
         ],
         arch=arch,
     )
@@ -61,14 +79,15 @@ def _cpu_spec() -> BuildSpec:
     )
 
 
-def _allcuda_specs(arch: CudaArch) -> Iterator[BuildSpec]:
-    for activation in _CPP:
-        for weight in _CPP:
-            for top_k in (0, *_UNROLLED_TOP_K):
-                yield cuda_spec(activation, weight, top_k, arch)
+def _all_cuda_specs(arch: CudaArch) -> Iterator[BuildSpec]:
+    for activation in CPP_TYPES:
+        for weight in WEIGHT_TYPES:
+            for gate in (False, True):
+                for top_k in (0, *UNROLLED_TOP_K):
+                    yield cuda_spec(activation, weight, top_k, arch, gate)
 
 
-register_family(KernelFamily(OP, _allcuda_specs, lambda: iter([_cpu_spec()])))
+register_family(KernelFamily(OP, _all_cuda_specs, lambda: iter([_cpu_spec()])))
 
 
 @cache_once
@@ -76,22 +95,58 @@ def _cpu_kernel() -> Any:
     return load_spec(_cpu_spec()).moe_finalize
 
 
+class CudaKernel(NamedTuple):
+    """A loaded module's exports: into a given output (False) and into a new one (None).
+
+    In brackets what they return, without doing anything, when another module is the right one.
+    """
+
+    write: Any
+    write_new: Any
+
+
 @cache_once
 def _cuda_kernel(
-    activation: torch.dtype, weight: torch.dtype, top_k: int, device_index: int, /
-) -> Any:
+    activation: torch.dtype,
+    weight: torch.dtype | None,
+    top_k: int,
+    gate: bool,
+    device_index: int,
+    /,
+) -> CudaKernel:
     arch = current_arch(device_index)
-    module = load_spec(cuda_spec(activation, weight, top_k, arch))
-    return module.moe_finalize, arch.supports_pdl
+    module = load_spec(cuda_spec(activation, weight, top_k, arch, gate))
+    module.serve_device(device_index, arch.supports_pdl)
+    return CudaKernel(module.moe_finalize, module.moe_finalize_new)
 
 
-def check_dtypes(gemm2_out: Tensor, expert_weights: Tensor) -> None:
+# By top_k, the module that served the last call without and with a gate: the quick way's guess.
+# Only modules for bfloat16, of which no complex tensor exists, and so no view with a negation
+# pending.
+LAST_KERNEL: dict[int, CudaKernel] = {}
+LAST_GATED_KERNEL: dict[int, CudaKernel] = {}
+
+
+def _find(gemm2_out: Tensor, expert_weights: Tensor | None, top_k: int, gate: bool) -> CudaKernel:
+    check_dtypes(gemm2_out, expert_weights)
+    device = gemm2_out.device
+    if device.type != "cuda" or torch.version.cuda is None:
+        raise ValueError(f"gemm2_out: expected a CPU or NVIDIA CUDA tensor, got device {device}")
+    unrolled = top_k if top_k in UNROLLED_TOP_K else 0
+    weight = None if expert_weights is None else expert_weights.dtype
+    kernel = _cuda_kernel(gemm2_out.dtype, weight, unrolled, gate, device.index)
+    if gemm2_out.dtype is torch.bfloat16:
+        (LAST_GATED_KERNEL if gate else LAST_KERNEL)[top_k] = kernel
+    return kernel
+
+
+def check_dtypes(gemm2_out: Tensor, expert_weights: Tensor | None) -> None:
     """Refuse dtypes no module is built for; everything else is checked in C++."""
     for name, x in (("gemm2_out", gemm2_out), ("expert_weights", expert_weights)):
-        if x.dtype not in _CPP:
+        if x is not None and x.dtype not in CPP_TYPES:
             raise TypeError(
-                f"{name}: expected bfloat16 or float32, got {str(x.dtype).removeprefix('torch.')}; "
-                "convert it with .to()"
+                f"{name}: expected bfloat16, float16 or float32, got "
+                f"{str(x.dtype).removeprefix('torch.')}; convert it with .to()"
             )
 
 
@@ -108,49 +163,50 @@ def check_indices(expanded_idx_to_permuted_idx: Tensor, num_rows: int) -> None:
         )
 
 
-def launch(
-    out: Tensor,
+def run(
+    out: Tensor | None,
     gemm2_out: Tensor,
     expanded_idx_to_permuted_idx: Tensor,
-    expert_weights: Tensor,
+    expert_weights: Tensor | None,
     shared_output: Tensor | None,
+    shared_gate_logits: Tensor | None,
     top_k: int,
     enable_pdl: bool | None,
     routed_scaling_factor: float,
-) -> None:
-    """Write ``out``: pick the module for dtypes, top_k and device, and call it."""
-    check_dtypes(gemm2_out, expert_weights)
-    device = gemm2_out.device
-    if device.type == "cpu":
-        _cpu_kernel()(
-            out,
-            gemm2_out,
-            expanded_idx_to_permuted_idx,
-            expert_weights,
-            shared_output,
-            top_k,
-            routed_scaling_factor,
-            cpu_isa(),
-            *cpu_workers(),
-        )
-        return
-    if device.type != "cuda" or torch.version.cuda is None:
-        raise ValueError(f"gemm2_out: expected a CPU or NVIDIA CUDA tensor, got device {device}")
-    if env.CHECK_INDICES.get():
-        check_indices(expanded_idx_to_permuted_idx, gemm2_out.shape[0])
-    unrolled = top_k if top_k in _UNROLLED_TOP_K else 0
-    kernel, pdl_supported = _cuda_kernel(
-        gemm2_out.dtype, expert_weights.dtype, unrolled, device.index
-    )
-    use_pdl = pdl_supported and enable_pdl is not False and env.PDL.get()
-    kernel(
-        out,
+    hidden_dim: int | None,
+) -> Tensor:
+    """Pick the module for dtypes, top_k, gate and device, call it, and return what it wrote.
+
+    ``out`` None: a new tensor, as wide as ``hidden_dim`` says; the rest as in the public op.
+    """
+    inputs = (
         gemm2_out,
         expanded_idx_to_permuted_idx,
         expert_weights,
         shared_output,
+        shared_gate_logits,
         top_k,
         routed_scaling_factor,
-        use_pdl,
-        env.VECTOR.get(),
     )
+    if gemm2_out.device.type == "cpu":
+        check_dtypes(gemm2_out, expert_weights)
+        if out is None:
+            width = output_width(gemm2_out, shared_output, hidden_dim)
+            rows = num_tokens_of(expanded_idx_to_permuted_idx, expert_weights, top_k)
+            out = gemm2_out.new_empty((rows, width))
+        _cpu_kernel()(out, *inputs, cpu_isa(), *cpu_workers())
+        return out
+    kernel = _find(gemm2_out, expert_weights, top_k, shared_gate_logits is not None)
+    flags = env.launch_flags()
+    if flags & env.FLAG_CHECK_INDICES:
+        check_indices(expanded_idx_to_permuted_idx, gemm2_out.shape[0])
+    if enable_pdl is False:
+        flags &= ~env.FLAG_PDL
+    new: Tensor | None = None
+    if out is None:
+        new = kernel.write_new(*inputs, hidden_dim, flags)
+        served = new is not None
+    else:
+        served = kernel.write(out, *inputs, flags)
+    assert served, "the module was picked for this call"
+    return out if new is None else new  # type: ignore[return-value]

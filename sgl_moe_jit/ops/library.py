@@ -31,7 +31,6 @@ _NO_FORWARD_AD = (
 # As numbered by host::CpuIsa; -1 takes the best this machine has.
 _CPU_ISA = {"auto": -1, "portable": 0, "avx2": 1, "avx512": 2}
 
-
 def cpu_isa() -> int:
     """Return the number of ``SGL_MOE_JIT_CPU_ISA`` for a CPU kernel."""
     return _CPU_ISA[env.CPU_ISA.get()]
@@ -107,5 +106,4 @@ def check_writable(out: Tensor) -> None:
 
 def mark_written(out: Tensor) -> None:
     """Tell autograd that a kernel wrote ``out``, as an in-place torch operation does."""
-    if not out.is_inference():
-        torch.autograd.graph.increment_version(out)
+    torch._C._increment_version((out,))  # passes inference tensors by

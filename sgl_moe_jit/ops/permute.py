@@ -4,24 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sgl_moe_jit import env
-from sgl_moe_jit.jit import (
-    BuildSpec,
-    CudaArch,
-    KernelFamily,
-    cache_once,
-    current_arch,
-    load_spec,
-    make_spec,
-    register_family,
-)
-from sgl_moe_jit.ops.cpu_threads import cpu_workers
 from sgl_moe_jit.ops.finalize import moe_finalize_fuse_shared
 from sgl_moe_jit.ops.library import (
     NAMESPACE,
@@ -30,54 +17,28 @@ from sgl_moe_jit.ops.library import (
     library,
     refuse_forward_ad,
 )
-
-OP = "moe_permute"
+from sgl_moe_jit.ops.permute_kernel import OP, PermutePath, launch
 
 MAX_EXPERTS = 4096
 """Most experts one call can sort by: one warp's counters must fit in shared memory."""
-_MAX_SLOTS = 2**31 - 1
+MAX_ALIGNMENT = 1024
+_MAX_ROWS = 2**31 - 1
 _MAX_TOP_K_OF_FINALIZE = 64
 
-# Up to here one block counts, scans and ranks: 16 warps of 8 ids a lane, all loaded at once.
-_ONE_BLOCK_SLOTS = 4096
-# Beyond it each warp takes a chunk, of at least _CHUNK_SLOTS; _MAX_CHUNKS bounds the scratch memory
-# (8 KB an expert).
-_CHUNK_SLOTS = 256
-_MAX_CHUNKS = 2048
+
+def _max_rows(num_slots: int, num_experts: int, alignment: int) -> int:
+    """Return a bound on the rows of N slots that needs no look at the ids.
+
+    At most min(N, E) experts have rows, each of them up to ``alignment - 1`` more than slots.
+    """
+    if alignment == 1:
+        return num_slots
+    used = torch.sym_min(num_slots, num_experts)
+    rows: int = (num_slots + used * (alignment - 1)) // alignment * alignment
+    return rows
 
 
-def _cuda_spec(arch: CudaArch) -> BuildSpec:
-    return make_spec(
-        ("permute",),
-        cuda_files=["moe/permute.cu"],
-        cpp_files=["moe/permute_binding.cc"],
-        arch=arch,
-    )
-
-
-def _cpu_spec() -> BuildSpec:
-    return make_spec(("permute", "cpu"), cpp_files=["moe/permute_cpu.cc"])
-
-
-def _all_cuda_specs(arch: CudaArch) -> Iterator[BuildSpec]:
-    yield _cuda_spec(arch)
-
-
-register_family(KernelFamily(OP, _all_cuda_specs, lambda: iter([_cpu_spec()])))
-
-
-@cache_once
-def _cpu_kernel() -> Any:
-    return load_spec(_cpu_spec()).moe_permute
-
-
-@cache_once
-def _cuda_kernel(device_index: int, /) -> Any:
-    arch = current_arch(device_index)
-    return load_spec(_cuda_spec(arch)).moe_permute, arch.supports_pdl
-
-
-def _check(hidden_states: Tensor, topk_ids: Tensor, num_experts: int) -> None:
+def _check(hidden_states: Tensor, topk_ids: Tensor, num_experts: int, alignment: int) -> None:
     """Check what decides the outputs' shapes; everything else is checked in C++."""
     if not hidden_states.dtype.is_floating_point or hidden_states.element_size() < 2:
         raise TypeError(
@@ -92,20 +53,27 @@ def _check(hidden_states: Tensor, topk_ids: Tensor, num_experts: int) -> None:
         raise ValueError(
             f"topk_ids: expected [{hidden_states.shape[0]}, top_k], got {tuple(topk_ids.shape)}"
         )
-    if topk_ids.numel() > _MAX_SLOTS:
+    if topk_ids.numel() > _MAX_ROWS:
         raise ValueError(
             f"topk_ids: expected num_tokens * top_k below 2^31, got {tuple(topk_ids.shape)}; "
             "split the batch"
         )
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"num_experts: expected 1 to {MAX_EXPERTS}, got {num_experts}")
+    if not 1 <= alignment <= MAX_ALIGNMENT:
+        raise ValueError(f"alignment: expected 1 to {MAX_ALIGNMENT}, got {alignment}")
+    if _max_rows(topk_ids.numel(), num_experts, alignment) > _MAX_ROWS:
+        raise ValueError(
+            f"topk_ids: expected below 2^31 rows with padding to {alignment}, got "
+            f"{tuple(topk_ids.shape)}; split the batch"
+        )
 
 
 def _outputs(
-    hidden_states: Tensor, topk_ids: Tensor, num_experts: int
+    hidden_states: Tensor, topk_ids: Tensor, num_experts: int, alignment: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     device = hidden_states.device
-    rows = topk_ids.shape[0] * topk_ids.shape[1]
+    rows = _max_rows(topk_ids.shape[0] * topk_ids.shape[1], num_experts, alignment)
     return (
         torch.empty((rows, hidden_states.shape[1]), dtype=hidden_states.dtype, device=device),
         torch.empty(topk_ids.shape, dtype=torch.int32, device=device),
@@ -113,51 +81,45 @@ def _outputs(
     )
 
 
-def _scratch(num_slots: int, num_experts: int, device: torch.device) -> Tensor | None:
-    if num_slots <= _ONE_BLOCK_SLOTS:
-        return None
-    # A multiple of 8: a block's 8 chunks then fill whole 32-byte sectors of the counters.
-    num_chunks = min(_MAX_CHUNKS, -(-num_slots // (8 * _CHUNK_SLOTS)) * 8)
-    return torch.empty(num_experts * (num_chunks + 1), dtype=torch.int32, device=device)
-
-
 def _functional(
-    hidden_states: Tensor, topk_ids: Tensor, num_experts: int
+    hidden_states: Tensor, topk_ids: Tensor, num_experts: int, alignment: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check(hidden_states, topk_ids, num_experts)
+    return permute_on(None, hidden_states, topk_ids, num_experts, alignment)
+
+
+def permute_on(
+    path: PermutePath | None,
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+    alignment: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do ``moe_permute``'s work by a path of the caller's choice: for tests and benchmarks.
+
+    Without gradients and past the dispatcher. ``path`` is of no effect on a CPU; None chooses.
+
+    Raises:
+        ValueError: the path cannot serve a call of this size.
+    """
+    _check(hidden_states, topk_ids, num_experts, alignment)
     topk_ids = topk_ids.contiguous()
-    outputs = _outputs(hidden_states, topk_ids, num_experts)
-    device = hidden_states.device
-    if device.type == "cpu":
-        _cpu_kernel()(*outputs, hidden_states, topk_ids, *cpu_workers())
-        return outputs
-    if device.type != "cuda" or torch.version.cuda is None:
-        raise ValueError(
-            f"hidden_states: expected a CPU or NVIDIA CUDA tensor, got device {device}"
-        )
-    kernel, pdl_supported = _cuda_kernel(device.index)
-    kernel(
-        *outputs,
-        hidden_states,
-        topk_ids,
-        _scratch(topk_ids.numel(), num_experts, device),
-        pdl_supported and env.PDL.get(),
-        env.VECTOR.get(),
-    )
+    outputs = _outputs(hidden_states, topk_ids, num_experts, alignment)
+    launch(outputs, hidden_states, topk_ids, alignment, path=path)
     return outputs
 
 
 def _fake(
-    hidden_states: Tensor, topk_ids: Tensor, num_experts: int
+    hidden_states: Tensor, topk_ids: Tensor, num_experts: int, alignment: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check(hidden_states, topk_ids, num_experts)
-    return _outputs(hidden_states, topk_ids, num_experts)
+    _check(hidden_states, topk_ids, num_experts, alignment)
+    return _outputs(hidden_states, topk_ids, num_experts, alignment)
 
 
 def _setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(output[1])
 
 
+# row_of never points at padding, so that its gradient counts for nothing.
 def _autograd(ctx: Any, grad: Tensor, *unused: Tensor | None) -> tuple[Any, ...]:
     (row_of,) = ctx.saved_tensors
     num_tokens, top_k = row_of.shape
@@ -171,14 +133,15 @@ def _autograd(ctx: Any, grad: Tensor, *unused: Tensor | None) -> tuple[Any, ...]
             present = (row_of[:, k] >= 0)[:, None]
             term = grad[row_of[:, k].clamp(min=0).long()].to(wide)
             total = total + term.masked_fill(~present, 0)
-        return total.to(grad.dtype), None, None
+        return total.to(grad.dtype), None, None, None
     ones = torch.ones(row_of.shape, dtype=torch.float32, device=grad.device)
     total = moe_finalize_fuse_shared(grad.contiguous(), row_of, ones, None, top_k)
-    return total, None, None
+    return total, None, None, None
 
 
 library.define(
-    f"{OP}(Tensor hidden_states, Tensor topk_ids, SymInt num_experts) -> (Tensor, Tensor, Tensor)"
+    f"{OP}(Tensor hidden_states, Tensor topk_ids, SymInt num_experts, int alignment=1)"
+    " -> (Tensor, Tensor, Tensor)"
 )
 for _key in ("CPU", "CUDA"):
     library.impl(OP, from_dispatcher(OP, _functional), _key)
@@ -189,45 +152,74 @@ torch.library.register_autograd(
 
 
 def moe_permute(
-    hidden_states: Tensor, topk_ids: Tensor, num_experts: int
+    hidden_states: Tensor, topk_ids: Tensor, num_experts: int, *, alignment: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Copy each token's row once for every expert it goes to, rows grouped by expert.
 
     ``permuted_hidden[expanded_idx_to_permuted_idx[t, k]] = hidden_states[t]``. Rows are in expert
-    order, and in slot order (``t * K + k``) within an expert.
+    order, and in slot order (``t * K + k``) within an expert. With an ``alignment`` of A, an
+    expert's rows begin at a multiple of A and are filled up with rows of zeros to the next one:
+    what a block-scaled grouped GEMM, whose tiles may not straddle two experts, asks for. An expert
+    without slots has no rows.
 
-    T tokens, K experts a token, E experts, H hidden size.
+    T tokens, K experts a token, E experts, H hidden size, N = T * K slots.
 
     Args:
         hidden_states: [T, H] bfloat16, float16, float32 or float64, adjacent columns, any row
             stride.
-        topk_ids: [T, K] int32 or int64, T * K below 2^31. Negative, or at or above ``num_experts``:
-            no expert here, and no row.
+        topk_ids: [T, K] int32 or int64, N below 2^31. Negative, or at or above ``num_experts``: no
+            expert here, and no row.
         num_experts: E, 1 to 4096.
+        alignment: A, 1 to 1024, any integer.
 
     Returns:
-        ``permuted_hidden`` [T * K, H] like ``hidden_states``; rows at and beyond
-        ``expert_offsets[-1]`` are **not written** and hold whatever was there, NaN included.
+        ``permuted_hidden`` [P, H] like ``hidden_states``. P, the same for all ids, is N rounded as
+        the worst ids need: ``(N + min(N, E) * (A - 1)) // A * A``, N itself without an alignment.
+        Rows at and beyond ``expert_offsets[-1]`` are **not written** and hold whatever was there,
+        NaN included; all rows below it are a token's or zero.
         ``expanded_idx_to_permuted_idx`` [T, K] int32: each slot's row, -1 where it has none.
-        ``expert_offsets`` [E] int32: the end of each expert's rows.
+        ``expert_offsets`` [E] int32: the end of each expert's rows with its padding, multiples of
+        A, as ``torch.nn.functional.grouped_mm`` takes them. An expert's rows begin where the one
+        before it ends; how many of them are a token's, ``expert_row_counts`` says.
         Copies of bits: the same on every run and device. Neither synchronises nor reads back, so
         that it can be captured in a CUDA graph.
 
     Raises:
         TypeError: a dtype is not listed above.
-        ValueError: shapes disagree, T * K or ``num_experts`` is out of range, columns are not
-            adjacent, or devices differ.
+        ValueError: shapes disagree, N, P, ``num_experts`` or ``alignment`` is out of range, columns
+            are not adjacent, or devices differ.
         ToolchainError, BuildError: first use only; the kernel could not be compiled.
 
     Gradients flow to ``hidden_states``: the sum over k of the gradient's rows, in float32 or wider,
-    rounded once.
+    rounded once. The gradient of padding is ignored.
 
-    Cost: ``A * H * T * (1 + K)`` bytes and a few a slot, A the item size; no flops.
-    Source: include/sgl_moe_jit/moe/permute.cuh, csrc/moe/permute_cpu.cc.
+    Cost: ``S * H * (T * (1 + K) + padding)`` bytes and a few a slot, S the item size; no flops.
+    Source: include/sgl_moe_jit/moe/permute.cuh, permute_one_launch.cuh, csrc/moe/permute_cpu.cc.
     Reference: sgl_moe_jit.ops.reference_permute.moe_permute.
     """
     refuse_forward_ad("moe_permute", hidden_states)
     direct = can_bypass_dispatcher(hidden_states, topk_ids)
     function = _functional if direct else torch.ops.sgl_moe_jit.moe_permute
-    result: tuple[Tensor, Tensor, Tensor] = function(hidden_states, topk_ids, num_experts)
+    result: tuple[Tensor, Tensor, Tensor] = function(
+        hidden_states, topk_ids, num_experts, alignment
+    )
     return result
+
+
+def expert_row_counts(topk_ids: Tensor, num_experts: int) -> Tensor:
+    """Return how many slots each expert has: its rows in ``moe_permute``, padding left out.
+
+    A few torch operations, without a synchronisation; only who has to tell an aligned expert's
+    rows from its padding needs them.
+
+    Args:
+        topk_ids: Integers of any shape; outside [0, num_experts) means no expert.
+        num_experts: E.
+
+    Returns:
+        [E] int32. Integer sums: the same on every run and device.
+    """
+    ids = topk_ids.reshape(-1)
+    present = (ids >= 0) & (ids < num_experts)
+    counts = torch.zeros(num_experts, dtype=torch.int32, device=ids.device)
+    return counts.scatter_add_(0, ids.masked_fill(~present, 0).long(), present.int())

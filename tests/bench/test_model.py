@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: The sgl_moe_jit authors
 # SPDX-License-Identifier: Apache-2.0
-"""Byte and operation counts against hand counts, and the bench command's plumbing."""
+"""Byte and operation counts against hand counts."""
 
-import json
-
-import pytest
-
-from sgl_moe_jit import cli
-from sgl_moe_jit.bench.model import finalize_bytes, finalize_flops, separate_finalize_bytes
-from sgl_moe_jit.bench.timing import Timing, copies_for_cold
+from sgl_moe_jit.bench.model import (
+    finalize_bytes,
+    finalize_flops,
+    norm_bytes,
+    permute_bytes,
+    separate_finalize_bytes,
+)
 
 
 def test_bytes_of_one_deepseek_token():
@@ -27,40 +27,11 @@ def test_operations_of_one_deepseek_token():
     assert finalize_flops(2, 8, 7168, has_shared=False) == 2 * 7168 * 16
 
 
-def test_timing_quantiles_and_copies():
-    timing = Timing.of([5.0, 1.0, 3.0, 2.0, 4.0])
-    assert (timing.median_us, timing.p20_us, timing.p80_us, timing.samples) == (3.0, 2.0, 5.0, 5)
-    assert copies_for_cold(100, 1000) == 31  # 31 * 100 bytes exceed three times 1000
-    assert copies_for_cold(10_000, 1000) == 4
+def test_bytes_of_two_tokens_with_a_norm():
+    # each: 8 rows, shared, residual in, sum and result out, 8 indices and weights; one weight row
+    assert norm_bytes(2, 8, 7168, 2, 4) == 2 * (12 * 14336 + 64) + 14336
 
 
-def test_bench_cpu_checks_times_and_writes_records(tmp_path, capsys):
-    path = tmp_path / "out" / "cpu.json"
-    command = ["bench", "cpu", "--cases", "qwen3-30b", "--tokens", "2", "--rounds", "2"]
-    assert cli.main([*command, "--json", str(path), "--commit", "abc"]) == 0
-    assert "qwen3-30b" in capsys.readouterr().out
-    rows = json.loads(path.read_text())
-    assert [row["provider"] for row in rows] == ["sgl_moe_jit", "torch", "torch bmm"]
-    for row in rows:
-        assert row["subject"] == "cpu" and row["num_tokens"] == 2 and row["hidden_dim"] == 2048
-        assert row["bytes"] == finalize_bytes(2, 8, 2048, 2, 4)
-        assert 0 < row["p20_us"] <= row["median_us"] <= row["p80_us"]
-        assert row["commit"] == "abc" and row["device"] and row["versions"]["torch"]
-
-
-def test_a_wrong_provider_is_not_timed():
-    from sgl_moe_jit.bench import finalize
-    from sgl_moe_jit.bench.cases import CASES
-    from sgl_moe_jit.bench.peers import ours
-
-    def without_shared(inputs, top_k):
-        right = ours(inputs, top_k)
-        return lambda: (right(), inputs.out.sub_(inputs.shared_output))
-
-    with pytest.raises(AssertionError, match=r"wrong: .* elements are wrong"):
-        finalize.bench_cpu(CASES["qwen3-30b"], 2, {"wrong": without_shared}, 1)
-
-
-def test_bench_names_a_wrong_case(capsys):
-    with pytest.raises((SystemExit, ValueError)):
-        raise SystemExit(cli.main(["bench", "cpu", "--cases", "gpt-9"]))
+def test_bytes_of_two_permuted_tokens():
+    # each: one row read, 8 written; 8 int32 ids read and 8 int32 rows written
+    assert permute_bytes(2, 8, 7168, 2, 4) == 2 * (9 * 14336 + 64)

@@ -11,18 +11,19 @@ from torch import Tensor
 from sgl_moe_jit.ops import moe_finalize_fuse_shared, reference
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-BF16, F32 = torch.bfloat16, torch.float32
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @dataclass(frozen=True)
 class Inputs:
     gemm2_out: Tensor
     idx: Tensor
-    weights: Tensor
+    weights: Tensor | None
     shared: Tensor | None
     top_k: int
     factor: float = 1.0
     hidden_dim: int | None = None
+    gate: Tensor | None = None
 
     def run(self, **kwargs) -> Tensor:
         return moe_finalize_fuse_shared(
@@ -32,6 +33,7 @@ class Inputs:
             self.shared,
             self.top_k,
             routed_scaling_factor=self.factor,
+            shared_gate_logits=self.gate,
             hidden_dim=self.hidden_dim,
             **kwargs,
         )
@@ -44,13 +46,21 @@ class Inputs:
             self.shared,
             self.top_k,
             routed_scaling_factor=self.factor,
+            shared_gate_logits=self.gate,
             hidden_dim=self.hidden_dim,
         )
 
     def tokens(self, begin: int, end: int) -> "Inputs":
-        shared = None if self.shared is None else self.shared[begin:end]
-        idx = self.idx.view(-1, self.top_k)[begin:end]
-        return replace(self, idx=idx, weights=self.weights[begin:end], shared=shared)
+        def part(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[begin:end]
+
+        return replace(
+            self,
+            idx=self.idx.view(-1, self.top_k)[begin:end],
+            weights=part(self.weights),
+            shared=part(self.shared),
+            gate=part(self.gate),
+        )
 
     def to(self, device: str) -> "Inputs":
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
@@ -67,11 +77,15 @@ def make(
     dtype=BF16,
     weight_dtype=F32,
     shared=True,
+    gate=None,
     factor=1.0,
     absent=0.2,
     seed=0,
 ) -> Inputs:
-    """Random rows in random order; unreferenced rows and columns >= hidden hold NaN."""
+    """Random rows in random order; unreferenced rows and columns >= hidden hold NaN.
+
+    ``weight_dtype`` None: no weights. ``gate``: the dtype of the gate's logits, None for no gate.
+    """
     generator = torch.Generator().manual_seed(seed)
     padded = hidden if padded is None else padded
     rows = num_tokens * top_k + 3
@@ -80,22 +94,23 @@ def make(
     gemm2_out = torch.full((rows, padded), float("nan"), dtype=dtype)
     used = idx[idx >= 0].long()
     gemm2_out[used, :hidden] = torch.randn(len(used), hidden, generator=generator).to(dtype)
-    weights = torch.rand(num_tokens, top_k, generator=generator).to(weight_dtype)
+    weights = torch.rand(num_tokens, top_k, generator=generator)
     shared_row = torch.randn(num_tokens, hidden, generator=generator).to(dtype) if shared else None
     inputs = Inputs(
         gemm2_out,
         idx.view(num_tokens, top_k),
-        weights,
+        None if weight_dtype is None else weights.to(weight_dtype),
         shared_row,
         top_k,
         factor,
         None if shared else hidden,
+        None if gate is None else (2 * torch.randn(num_tokens, generator=generator)).to(gate),
     )
     return inputs.to(device)
 
 
 def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.int16 if x.dtype == BF16 else torch.int32)
+    return x.contiguous().view(torch.int16 if x.dtype.itemsize == 2 else torch.int32)
 
 
 def assert_same_bits(got: Tensor, want: Tensor) -> None:

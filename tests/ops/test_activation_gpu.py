@@ -2,14 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """silu_and_mul on a GPU, bit for bit against the CPU op."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from sgl_moe_jit.jit import load_jit
 from sgl_moe_jit.ops import silu_and_mul
-from tests.ops.test_activation import BF16, F32, assert_within, gates
+from tests.ops.test_activation import BF16, F16, assert_within, dtypes, gates
 
 pytestmark = pytest.mark.gpu
-dtypes = pytest.mark.parametrize("dtype", [BF16, F32])
 
 
 def assert_same_bits(got, want):
@@ -40,8 +42,9 @@ def test_equal_to_the_cpu_op(dtype, width, rows, monkeypatch):
             assert_same_bits(silu_and_mul(on_gpu), want)
 
 
-def test_every_bfloat16_gate():
-    gate = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(BF16).view(-1, 64)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_every_gate_of_16_bits(dtype):
+    gate = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(-1, 64)
     x = torch.cat((gate, torch.full_like(gate, 1.5)), 1)
     assert_same_bits(silu_and_mul(x.cuda()), silu_and_mul(x))
 
@@ -80,3 +83,29 @@ def test_capture_and_replay(dtype):
 def test_opcheck(dtype):
     x = torch.randn(16, 64, device="cuda").to(dtype).requires_grad_()
     torch.library.opcheck(torch.ops.sgl_moe_jit.silu_and_mul.default, (x,))
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9,
+    reason="PDL needs sm_90",
+)
+@pytest.mark.field_report("M10")
+@dtypes
+@pytest.mark.parametrize("width", [64, 35])  # vectors, scalars
+def test_nothing_is_read_before_a_late_predecessor_has_written(dtype, width):
+    """The producer lets us start, sleeps, then writes; old data would show in every run."""
+    pdl = load_jit(
+        "pdl_test",
+        cuda_files=[Path(__file__).with_name("pdl_producer.cuh")],
+        cuda_wrappers=[
+            ("produce_late", "pdl_test::produce_late"),
+            ("consume", "pdl_test::consume"),
+        ],
+    )
+    new = torch.randn(20, 2 * width, device="cuda").to(dtype)
+    want = silu_and_mul(new).cpu()
+    x = torch.empty_like(new)
+    for _ in range(50):
+        x.fill_(3)
+        pdl.produce_late(x, new)
+        assert_same_bits(silu_and_mul(x), want)

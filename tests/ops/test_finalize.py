@@ -13,6 +13,7 @@ from sgl_moe_jit.ops import moe_finalize_fuse_shared, reference
 from tests.ops.finalize_cases import (
     BF16,
     DEVICES,
+    F16,
     F32,
     Inputs,
     assert_matches_oracle,
@@ -23,8 +24,8 @@ from tests.ops.finalize_cases import (
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "finalize.json").read_text())
 field_report = pytest.mark.field_report
 on_devices = pytest.mark.parametrize("device", DEVICES)
-dtypes = pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
-weight_dtypes = pytest.mark.parametrize("weight_dtype", [F32, BF16], ids=["w32", "w16"])
+dtypes = pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
+weight_dtypes = pytest.mark.parametrize("weight_dtype", [F32, BF16, F16], ids=["w32", "w16", "wh"])
 
 
 def vector_inputs(device, dtype, weight_dtype, shared, factor=1.0) -> Inputs:
@@ -94,8 +95,18 @@ def test_accumulates_in_float32_and_rounds_once(device, weight_dtype, case):
 @pytest.mark.parametrize("top_k", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 16, 22, 63, 64])
 def test_top_k(device, dtype, top_k):
     for hidden in (64, 37):  # vector path, scalar path
-        inputs = make(5, top_k, hidden, device=device, dtype=dtype, factor=2.5, seed=top_k)
-        assert_matches_oracle(inputs.run(), inputs)
+        for weight_dtype in (F32, None):
+            inputs = make(
+                5,
+                top_k,
+                hidden,
+                device=device,
+                dtype=dtype,
+                weight_dtype=weight_dtype,
+                factor=2.5,
+                seed=top_k,
+            )
+            assert_matches_oracle(inputs.run(), inputs)
 
 
 # H: scalar sizes, one vector, public models (gpt-oss padded to a multiple of 256), many tiles.
@@ -136,7 +147,8 @@ def test_token_counts(device, num_tokens):
 def test_a_token_without_rows_copies_its_shared_row_bit_for_bit(device, dtype):
     inputs = make(4, 8, 40, device=device, dtype=dtype, factor=2.5)
     shared = inputs.shared.clone()
-    shared[1, :4] = torch.tensor([-0.0, float("nan"), float("inf"), 1e-40], dtype=dtype)
+    subnormal = torch.finfo(dtype).smallest_normal / 4
+    shared[1, :4] = torch.tensor([-0.0, float("nan"), float("inf"), subnormal], dtype=dtype)
     idx, weights = inputs.idx.clone(), inputs.weights.clone()
     idx[1], weights[1] = -1, float("nan")
     got = replace(inputs, idx=idx, weights=weights, shared=shared).run()
@@ -246,11 +258,26 @@ def test_flush_to_zero_of_one_thread_changes_nothing():
 
 
 @on_devices
+@dtypes
+@pytest.mark.parametrize("shared", [True, False])
+def test_no_weights_are_weights_of_one(device, dtype, shared):
+    inputs = make(7, 8, 40, device=device, dtype=dtype, weight_dtype=None, shared=shared)
+    ones = torch.ones(7, 8, device=device)
+    want = replace(inputs, weights=ones).run()
+    assert_same_bits(inputs.run(), want)
+    assert_same_bits(replace(inputs, idx=inputs.idx.reshape(-1)).run(), want)  # T from the indices
+    assert_same_bits(inputs.run(out=torch.empty_like(want)), want)
+    empty = make(0, 8, 16, device=device, dtype=dtype, weight_dtype=None, shared=shared)
+    assert empty.run().shape == (0, 16)
+
+
+@on_devices
 @field_report("M3")
 def test_weight_dtype_is_read_as_labelled(device):
-    inputs = make(7, 8, 40, device=device, weight_dtype=BF16)
-    wide = replace(inputs, weights=inputs.weights.float())
-    assert_same_bits(inputs.run(), wide.run())
+    for dtype in (BF16, F16):
+        inputs = make(7, 8, 40, device=device, weight_dtype=dtype)
+        wide = replace(inputs, weights=inputs.weights.float())
+        assert_same_bits(inputs.run(), wide.run())
     case = VECTORS["mislabelled_weights"]
     right = torch.tensor(case["right"], dtype=BF16)
     assert [hex(b) for b in right.view(torch.int16).tolist()] == case["bits"]
@@ -264,9 +291,10 @@ def test_weight_dtype_is_read_as_labelled(device):
     assert got[:, 0].tolist() == case["right"]  # .5 and .25, never .2504807
 
 
-def test_tolerance_is_sharp():
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+def test_tolerance_is_sharp(dtype):
     """A correct result uses the allowance; two roundings or a 2 % weight error exceed it."""
-    inputs = make(16, 8, 512, absent=0.0)
+    inputs = make(16, 8, 512, dtype=dtype, absent=0.0)
     want, allowed = inputs.oracle(), inputs.oracle(reference.finalize_tolerance)
     used = ((inputs.run().double() - want).abs() / allowed).max()
     assert 0.9 < used <= 1

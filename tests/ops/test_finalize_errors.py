@@ -20,13 +20,12 @@ def strided(x):
 def bad_inputs(device):
     """name -> (inputs, kind, text)"""
     good = make(4, 8, 32, padded=40, device=device)
-    f16 = torch.float16
+    logits = torch.zeros(4, device=device)
 
     def change(**kwargs):
         return replace(good, **kwargs)
 
     return {
-        "gemm2 fp16": (change(gemm2_out=good.gemm2_out.to(f16)), TypeError, "gemm2_out: expected"),
         "gemm2 fp64": (change(gemm2_out=good.gemm2_out.double()), TypeError, "gemm2_out: expected"),
         "gemm2 1-D": (
             change(gemm2_out=good.gemm2_out.view(-1)),
@@ -52,11 +51,6 @@ def bad_inputs(device):
             ValueError,
             "permuted_idx: expected a contiguous",
         ),
-        "weights fp16": (
-            change(weights=good.weights.half()),
-            TypeError,
-            "expert_weights: expected",
-        ),
         "weights fp64": (change(weights=good.weights.double()), TypeError, "expert_weights: exp"),
         "weights int": (change(weights=good.weights.int()), TypeError, "expert_weights: expected"),
         "weights flat": (change(weights=good.weights.view(-1)), ValueError, "expert_weights: exp"),
@@ -81,6 +75,50 @@ def bad_inputs(device):
             change(shared=strided(good.shared)),
             ValueError,
             "shared_output: expected adjacent columns",
+        ),
+        "no weights, top_k 0": (change(weights=None, top_k=0), ValueError, "top_k: expected 1 to 64"),
+        "no weights, flat idx, top_k 0": (
+            change(weights=None, idx=good.idx.view(-1), top_k=0),
+            ValueError,
+            "top_k: expected 1 to 64",
+        ),
+        "no weights, flat idx, top_k -1": (
+            change(weights=None, idx=good.idx.view(-1), top_k=-1),
+            ValueError,
+            "top_k: expected 1 to 64",
+        ),
+        "no weights, top_k 7": (
+            change(weights=None, top_k=7),
+            ValueError,
+            "permuted_idx: expected .num_tokens=4, top_k=7",
+        ),
+        "no weights, flat idx, top_k 7": (
+            change(weights=None, idx=good.idx.view(-1), top_k=7),
+            ValueError,
+            "permuted_idx: expected .num_tokens=4, top_k=7",
+        ),
+        "gate without shared": (
+            change(shared=None, gate=logits, hidden_dim=32),
+            ValueError,
+            "shared_gate_logits: expected a shared_output",
+        ),
+        "gate fp16": (
+            change(gate=logits.half()),
+            TypeError,
+            "shared_gate_logits: expected bfloat16 like gemm2_out, got float16",
+        ),
+        "gate int": (change(gate=logits.int()), TypeError, "shared_gate_logits: expected bf"),
+        "gate short": (change(gate=logits[:3]), ValueError, "shared_gate_logits: expected .num_tok"),
+        "gate wide": (
+            change(gate=logits[:, None].repeat(1, 2)),
+            ValueError,
+            r"shared_gate_logits: expected .num_tokens=4. or .4, 1., got .4, 2.",
+        ),
+        "gate transposed": (change(gate=logits[None]), ValueError, "shared_gate_logits: expected"),
+        "gate strided": (
+            change(gate=strided(logits)),
+            ValueError,
+            "shared_gate_logits: expected a contiguous",
         ),
         "hidden_dim with shared": (change(hidden_dim=31), ValueError, "hidden_dim: expected 32"),
         "hidden_dim 0": (change(shared=None, hidden_dim=0), ValueError, "hidden_dim: expected 1"),
@@ -123,6 +161,9 @@ def test_bad_out(device):
     small = make(4, 8, 8, device=device, dtype=F32)
     with pytest.raises(ValueError, match="out: shares memory with expert_weights"):
         small.run(out=small.weights)
+    gate = torch.zeros(4, device=device)
+    with pytest.raises(ValueError, match="out: shares memory with shared_gate_logits"):
+        replace(make(4, 8, 1, device=device, dtype=F32), gate=gate).run(out=gate[:, None])
     as_float = small.idx.view(F32)
     with pytest.raises(ValueError, match="out: shares memory with expanded_idx_to_permuted_idx"):
         small.run(out=as_float)
@@ -156,10 +197,15 @@ def test_index_beyond_the_rows_is_an_error_on_cuda_when_checked(monkeypatch):
 
 @pytest.mark.gpu
 @field_report("J37")
-@pytest.mark.parametrize("which", ["idx", "weights", "shared"])
+@pytest.mark.parametrize("which", ["idx", "weights", "shared", "gate"])
 def test_a_tensor_left_on_the_cpu_is_named(which):
-    good = make(4, 8, 32, device="cuda")
-    name = {"idx": "permuted_idx", "weights": "expert_weights", "shared": "shared_output"}[which]
+    good = make(4, 8, 32, device="cuda", gate=F32)
+    name = {
+        "idx": "permuted_idx",
+        "weights": "expert_weights",
+        "shared": "shared_output",
+        "gate": "shared_gate_logits",
+    }[which]
     with pytest.raises(ValueError, match=f"{name}: expected device cuda:0 .*got cpu"):
         replace(good, **{which: getattr(good, which).cpu()}).run()
     good.run()  # the context is still usable
@@ -184,7 +230,8 @@ def test_cpu_isa_is_checked(monkeypatch):
     [
         ({"gemm2_out": None}, "gemm2_out: expected a Tensor, got NoneType"),
         ({"idx": [0]}, "expanded_idx_to_permuted_idx: expected a Tensor, got list"),
-        ({"weights": 1.0}, "expert_weights: expected a Tensor, got float"),
+        ({"weights": 1.0}, "expert_weights: expected a Tensor or None, got float"),
+        ({"gate": 0.5}, "shared_gate_logits: expected a Tensor or None, got float"),
         ({"shared": 0}, "shared_output: expected a Tensor or None, got int"),
         ({"top_k": True}, "top_k: expected an int, got bool"),
         ({"top_k": 8.0}, "top_k: expected an int, got float"),

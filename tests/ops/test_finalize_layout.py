@@ -10,6 +10,7 @@ import torch
 from tests.ops.finalize_cases import (
     BF16,
     DEVICES,
+    F16,
     F32,
     Inputs,
     assert_matches_oracle,
@@ -19,17 +20,18 @@ from tests.ops.finalize_cases import (
 
 field_report = pytest.mark.field_report
 on_devices = pytest.mark.parametrize("device", DEVICES)
-dtypes = pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+dtypes = pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
 
 
 @on_devices
 @dtypes
 @field_report("M8")
 @field_report("M9")
-@pytest.mark.parametrize("which", ["gemm2_out", "idx", "weights", "shared", "out"])
+@pytest.mark.parametrize("which", ["gemm2_out", "idx", "weights", "shared", "gate", "out"])
 def test_misaligned_and_strided_tensors(device, dtype, which):
     for num_tokens in (3, 200):  # one thread and several on a CPU
-        inputs = make(num_tokens, 8, 64, device=device, dtype=dtype)
+        gate = dtype if which == "gate" else None
+        inputs = make(num_tokens, 8, 64, device=device, dtype=dtype, gate=gate)
         want = inputs.run()
         out = torch.empty_like(want)
         x = out if which == "out" else getattr(inputs, which)
@@ -73,12 +75,13 @@ def test_vector_and_scalar_paths_give_the_same_bits(device, dtype, monkeypatch):
 
 @on_devices
 def test_out_may_be_the_shared_output(device):
-    inputs = make(9, 8, 136, device=device)
-    want = inputs.run()
-    shared = inputs.shared.clone()
-    got = replace(inputs, shared=shared).run(out=shared)
-    assert got is shared
-    assert_same_bits(got, want)
+    for hidden, gate in ((136, None), (37, F32), (1024, F32)):
+        inputs = make(9, 8, hidden, device=device, gate=gate)
+        want = inputs.run()
+        shared = inputs.shared.clone()
+        got = replace(inputs, shared=shared).run(out=shared)
+        assert got is shared
+        assert_same_bits(got, want)
 
 
 @on_devices

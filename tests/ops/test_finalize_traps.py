@@ -17,8 +17,8 @@ OUT_OP = torch.ops.sgl_moe_jit.moe_finalize_fuse_shared_out.default
 
 
 def test_forward_mode_is_refused_not_dropped():
-    i = make(3, 4, 16, dtype=F32)
-    for needs in ("gemm2_out", "weights", "shared"):
+    i = make(3, 4, 16, dtype=F32, gate=F32)
+    for needs in ("gemm2_out", "weights", "shared", "gate"):
         x = getattr(i, needs).nan_to_num()
         with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
             torch.func.jvp(lambda y, n=needs: replace(i, **{n: y}).run(), (x,), (x,))
@@ -30,9 +30,9 @@ def test_forward_mode_is_refused_not_dropped():
                 replace(i, **{needs: dual}).run()
             i.run()  # no tangent: nothing to lose
             with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-                OP(*raw(replace(i, **{needs: dual})))
+                OP(*raw_gated(replace(i, **{needs: dual})))
         with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-            torch.func.jvp(lambda y, n=needs: OP(*raw(replace(i, **{n: y}))), (x,), (x,))
+            torch.func.jvp(lambda y, n=needs: OP(*raw_gated(replace(i, **{n: y}))), (x,), (x,))
 
 
 @on_devices
@@ -40,7 +40,7 @@ def test_forward_mode_is_refused_not_dropped():
 def test_writing_out_tells_autograd(device):
     i = make(3, 4, 16, dtype=F32, device=device)
     p = torch.randn(3, 16, device=device, requires_grad=True)
-    for call in (lambda o: i.run(out=o), lambda o: OUT_OP(*raw(i), None, 1.0, o)):
+    for call in (lambda o: i.run(out=o), lambda o: OUT_OP(*raw(i), None, 1.0, None, o)):
         out = torch.randn(3, 16, device=device)
         y = (out * p).sum()
         call(out)
@@ -50,6 +50,10 @@ def test_writing_out_tells_autograd(device):
 
 def raw(i):
     return i.gemm2_out, i.idx, i.weights, i.shared, i.top_k
+
+
+def raw_gated(i):
+    return *raw(i), None, i.factor, None, i.gate
 
 
 def test_an_inference_tensor_as_out():

@@ -34,7 +34,7 @@ def assert_equal_to_cpu(hidden, ids, num_experts, got=None, cpu=None):
     assert torch.equal(rows[:end].cpu().view(bits), want_rows[:end].view(bits)), f"{where}: rows"
 
 
-# Nothing; one; a few; a decode batch; one block's limit and beyond; several hundred chunks.
+# Nothing; one; a few; a decode batch; one launch and one block and beyond; several hundred chunks.
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 7, 64, 300, 5000])
 @pytest.mark.parametrize("num_experts", [1, 8, 60, 256, 896])
 @pytest.mark.parametrize("top_k", [1, 2, 8, 16])
@@ -46,8 +46,12 @@ def test_equal_to_the_cpu_op(num_tokens, num_experts, top_k):
             assert_equal_to_cpu(hidden.cuda(), ids.cuda(), num_experts, cpu=(hidden, ids))
 
 
-# Both sides of a warp, of the one-block limit (4096), of a chunk; more than 2048 chunks of 256.
-@pytest.mark.parametrize("num_slots", [31, 32, 33, 4095, 4096, 4097, 6143, 6144, 6145, 700_001])
+# Both sides of a warp, of the one-launch limit (1024), of the one-block limit (4096), of a chunk;
+# more than 2048 chunks of 256.
+@pytest.mark.parametrize(
+    "num_slots",
+    [31, 32, 33, 1023, 1024, 1025, 4095, 4096, 4097, 6143, 6144, 6145, 700_001],
+)
 @pytest.mark.parametrize("num_experts", [1, 3, 1024, 4096])
 def test_boundaries(num_slots, num_experts):
     hidden = torch.randn(num_slots, 8)

@@ -16,34 +16,53 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from sgl_moe_jit.ops import moe_permute, silu_and_mul
-from tests.ops.finalize_cases import BF16, F32, assert_same_bits, make
+from sgl_moe_jit.ops import silu_and_mul
+from sgl_moe_jit.ops.permute import permute_on
+from sgl_moe_jit.ops.permute_kernel import PermutePath
+from tests.ops import finalize_norm_cases as norm_cases
+from tests.ops.finalize_cases import BF16, F16, F32, assert_same_bits, make
 
 
 def finalize() -> int:
     count = 0
-    for dtype in (BF16, F32):
-        for weight_dtype in (F32, BF16):
-            for top_k in (8, 3, 16, 64):
-                # vector of 8 and 16 bytes, scalar; one block and several; the large launch shape
-                for num_tokens, hidden in ((1, 512), (5, 515), (150, 264), (1800, 7168 // 4)):
-                    if num_tokens > 1000 and top_k > 8:
-                        continue
-                    x = make(
-                        num_tokens,
-                        top_k,
-                        hidden,
-                        padded=hidden + 8,
-                        dtype=dtype,
-                        weight_dtype=weight_dtype,
-                        shared=top_k != 3,
-                        factor=2.5,
-                    )
-                    assert_same_bits(x.to("cuda").run().cpu(), x.run())
+    # scalar; 4, then 8 bytes alone fit; each launch shape by size (on some 130 multiprocessors)
+    sizes = ((5, 515), (5, 1030), (5, 1028), (1, 512), (90, 2048), (210, 2048), (600, 2048))
+    for dtype, weight_dtype in ((BF16, F32), (F16, None), (F32, BF16)):
+        for top_k, gate in ((8, None), (3, F32), (64, F32)):
+            for num_tokens, hidden in sizes:
+                if top_k == 64 and num_tokens > 100:
+                    continue
+                x = make(
+                    num_tokens,
+                    top_k,
+                    hidden,
+                    padded=hidden + 8,
+                    dtype=dtype,
+                    weight_dtype=weight_dtype,
+                    shared=gate is not None or num_tokens != 5,
+                    gate=gate,
+                    factor=2.5,
+                )
+                assert_same_bits(x.to("cuda").run().cpu(), x.run())
+                count += 1
+    return count
+
+
+def finalize_norm() -> int:
+    count = 0
+    # each size of cluster and both kernels; vectors of 16 and 8 bytes, scalar; the widest rows
+    for num_tokens in (1, 20, 40, 60, 150, 300):
+        for hidden in (7168, 2052, 515) if num_tokens < 150 else (1024, 515):
+            for dtype in (BF16, F32):
+                for fp8 in (False, True):
+                    x = norm_cases.make(num_tokens, 3, hidden, padded=hidden + 8, dtype=dtype)
+                    norm_cases.assert_same_bits(x.to("cuda").run(fp8), x.run(fp8))
                     count += 1
-    large = make(14_000, 2, 7168, dtype=BF16, absent=0.0)  # one block a token, two vectors a thread
-    assert_same_bits(large.to("cuda").run().cpu(), large.run())
-    return count + 1
+    for hidden in (8200, 16384, 24575, 24576):
+        x = norm_cases.make(3, 8, hidden, gate=BF16)
+        norm_cases.assert_same_bits(x.to("cuda").run(True), x.run(True))
+        count += 1
+    return count
 
 
 def permute() -> int:
@@ -54,18 +73,23 @@ def permute() -> int:
                 x = torch.randn(num_tokens, hidden).to(dtype)
                 ids = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(num_tokens)])
                 ids[torch.rand(ids.shape) < 0.2] = -1
-                want = moe_permute(x, ids, num_experts)
-                got = moe_permute(x.cuda(), ids.cuda(), num_experts)
-                rows = int(want[2][-1])
-                assert torch.equal(got[1].cpu(), want[1]) and torch.equal(got[2].cpu(), want[2])
-                assert torch.equal(got[0][:rows].cpu(), want[0][:rows])
-                count += 1
+                for path in PermutePath:
+                    if path is PermutePath.ONE_LAUNCH and num_tokens * top_k > 4096:
+                        continue
+                    for alignment in (1, 16):
+                        want = permute_on(path, x, ids, num_experts, alignment)
+                        got = permute_on(path, x.cuda(), ids.cuda(), num_experts, alignment)
+                        rows = int(want[2][-1])
+                        assert torch.equal(got[1].cpu(), want[1])
+                        assert torch.equal(got[2].cpu(), want[2])
+                        assert torch.equal(got[0][:rows].cpu(), want[0][:rows])
+                        count += 1
     return count
 
 
 def activation() -> int:
     count = 0
-    for dtype in (BF16, F32):
+    for dtype in (BF16, torch.float16, F32):
         for rows, width in ((1, 8), (5, 64), (33, 7), (200, 1408)):
             x = torch.randn(rows, 2 * width).to(dtype)
             got, want = silu_and_mul(x.cuda()).cpu().double(), silu_and_mul(x).double()
@@ -75,6 +99,7 @@ def activation() -> int:
 
 
 if __name__ == "__main__":
-    counts = f"finalize {finalize()}, permute {permute()}, silu_and_mul {activation()}"
+    counts = f"finalize {finalize()}, finalize_norm {finalize_norm()}, permute {permute()}"
+    counts += f", silu_and_mul {activation()}"
     print(f"{counts} calls: all right")
     torch.cuda.synchronize()

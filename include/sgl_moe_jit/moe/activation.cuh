@@ -4,7 +4,8 @@
 // moe/activation.cuh: out = silu(gate) * up, one pass. Device code only.
 //
 // Cost, N rows of width I, A bytes an element: bytes = 3 A N I, about 30 operations an element: at
-// 5 bytes an element or more the memory is the wall, and bfloat16's 6 come close to it.
+// 5 bytes an element or more the memory is the wall, and the 6 of the 16-bit types come close to
+// it.
 #pragma once
 
 #include <cutlass/array.h>
@@ -21,7 +22,8 @@ namespace moe {
 constexpr int kActivationThreads = 128;
 
 // A row (blockIdx.x) and kActivationThreads stretches of kVec of its columns (blockIdx.y). kVec = 1
-// has no alignment demands and the same bits. Element: cutlass::bfloat16_t or float.
+// has no alignment demands and the same bits. Element: cutlass::bfloat16_t, cutlass::half_t or
+// float.
 template <typename Element, int kVec>
 __global__ void __launch_bounds__(kActivationThreads)
     silu_and_mul_kernel(const ActivationParams p) {

@@ -17,8 +17,8 @@ inline ActivationParams check_activation_call(const host::TensorView& out,
                                               const host::TensorView& x) {
   using host::DType;
   const DType dtype = host::dtype_of(x.dtype());
-  SMJ_CHECK_TYPE(dtype == DType::kBFloat16 || dtype == DType::kFloat32)
-      << "x: expected bfloat16 or float32, got " << host::dtype_name(x.dtype());
+  SMJ_CHECK_TYPE(host::is_float(dtype))
+      << "x: expected bfloat16, float16 or float32, got " << host::dtype_name(x.dtype());
   host::check_rows("x", x);
   SMJ_CHECK_VALUE(x.size(1) % 2 == 0)
       << "x: expected an even width (gate, then up), got shape " << host::shape_text(x);

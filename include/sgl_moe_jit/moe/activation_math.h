@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: The sgl_moe_jit authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// moe/activation_math.h: silu(gate) * up in float32, operation by operation, for CUDA and CPU
-// alike.
+// moe/activation_math.h: sigmoid and silu(gate) * up in float32, operation by operation, for CUDA
+// and CPU alike.
 //
 // Every step is one correctly rounded operation spelled out here (no library exponential, no
 // contraction), so that CUDA, every CPU instruction set, the vector and the scalar path agree bit
@@ -72,6 +72,15 @@ SMJ_MATH float exp_of_negative(float x) {
   const float first = float_of((half + 127) << 23);
   const float second = float_of((exponent - half + 127) << 23);
   return mul(mul(exp_r, first), second);
+}
+
+// 1 / (1 + exp(-x)), arranged so that the exponential never overflows. Rounded to float32 after
+// each operation; NaN stays NaN, and the infinities give exactly 1 and 0.
+SMJ_MATH float sigmoid(float x) {
+  const float e = exp_of_negative(-abs(x));
+  // The exponential takes NaN in range, so that it must come back in here.
+  const float numerator = x < 0.0f ? e : (x >= 0.0f ? 1.0f : x);
+  return div(numerator, add(1.0f, e));
 }
 
 // gate / (1 + exp(-gate)) * up, arranged so that the exponential never overflows. Rounded to

@@ -3,7 +3,7 @@
 //
 // moe/finalize_checks.h: from the caller's tensors to FinalizeParams, or a clear error.
 //
-// The one place that checks what both kernels rely on: dtypes, shapes, strides, device, aliasing.
+// The one place that checks what the kernels rely on: dtypes, shapes, strides, device, aliasing.
 #pragma once
 
 #include <limits>
@@ -17,7 +17,16 @@ namespace moe {
 struct FinalizeCall {
   FinalizeParams params;
   host::DType activation;
-  host::DType weight;
+  host::DType weight;  // kNone: all weights are 1
+};
+
+// What a finalize reads. Absent tensors: all weights 1, no shared row, no gate.
+struct FinalizeInputs {
+  const host::TensorView& gemm2_out;
+  const host::TensorView& row_of;
+  const host::Optional<host::TensorView>& weights;
+  const host::Optional<host::TensorView>& shared;
+  const host::Optional<host::TensorView>& gate_logits;
 };
 
 inline void check_activation(const char* name, const host::TensorView& x, DLDataType expected) {
@@ -26,98 +35,182 @@ inline void check_activation(const char* name, const host::TensorView& x, DLData
       << host::dtype_name(x.dtype()) << "; convert it with .to()";
 }
 
-inline FinalizeCall check_finalize(const host::TensorView& out, const host::TensorView& gemm2_out,
-                                   const host::TensorView& row_of, const host::TensorView& weights,
-                                   const host::Optional<host::TensorView>& shared, int64_t top_k,
-                                   double routed_factor) {
+inline host::DType check_float(const char* name, const host::TensorView& x) {
+  const host::DType dtype = host::dtype_of(x.dtype());
+  SMJ_CHECK_TYPE(host::is_float(dtype)) << name << ": expected bfloat16, float16 or float32, got "
+                                        << host::dtype_name(x.dtype()) << "; convert it with .to()";
+  return dtype;
+}
+
+// T, from the weights where there are any, else from the indices.
+inline int64_t check_routing(const FinalizeInputs& in, int64_t top_k) {
   using host::DType;
-  FinalizeCall call{};
-  call.activation = host::dtype_of(gemm2_out.dtype());
-  SMJ_CHECK_TYPE(call.activation == DType::kBFloat16 || call.activation == DType::kFloat32)
-      << "gemm2_out: expected bfloat16 or float32, got " << host::dtype_name(gemm2_out.dtype());
+  const host::TensorView& row_of = in.row_of;
   SMJ_CHECK_TYPE(host::dtype_of(row_of.dtype()) == DType::kInt32)
       << "expanded_idx_to_permuted_idx: expected int32, got " << host::dtype_name(row_of.dtype())
       << "; convert it with .int()";
-  call.weight = host::dtype_of(weights.dtype());
-  SMJ_CHECK_TYPE(call.weight == DType::kBFloat16 || call.weight == DType::kFloat32)
-      << "expert_weights: expected float32 or bfloat16, got " << host::dtype_name(weights.dtype());
-
   SMJ_CHECK_VALUE(top_k >= 1 && top_k <= kMaxTopK)
       << "top_k: expected 1 to " << kMaxTopK << ", got " << top_k;
-  host::check_rows("gemm2_out", gemm2_out);
-  SMJ_CHECK_VALUE(weights.ndim() == 2 && weights.size(1) == top_k)
-      << "expert_weights: expected [num_tokens, top_k=" << top_k << "], got "
-      << host::shape_text(weights);
-  host::check_contiguous("expert_weights", weights);
-  const int64_t num_tokens = weights.size(0);
+  int64_t num_tokens = row_of.ndim() == 2 ? row_of.size(0) : row_of.numel() / top_k;
+  if (in.weights.has_value()) {
+    const host::TensorView& weights = in.weights.value();
+    SMJ_CHECK_VALUE(weights.ndim() == 2 && weights.size(1) == top_k)
+        << "expert_weights: expected [num_tokens, top_k=" << top_k << "], got "
+        << host::shape_text(weights);
+    host::check_contiguous("expert_weights", weights);
+    host::check_device("expert_weights", weights, in.gemm2_out.device());
+    num_tokens = weights.size(0);
+  }
   SMJ_CHECK_VALUE(num_tokens <= std::numeric_limits<int32_t>::max() / top_k)
-      << "expert_weights: expected num_tokens * top_k below 2^31, got " << num_tokens << " * "
-      << top_k;
+      << (in.weights.has_value() ? "expert_weights" : "expanded_idx_to_permuted_idx")
+      << ": expected num_tokens * top_k below 2^31, got " << num_tokens << " * " << top_k;
   const bool flat = row_of.ndim() == 1 && row_of.size(0) == num_tokens * top_k;
   const bool matrix = row_of.ndim() == 2 && row_of.size(0) == num_tokens && row_of.size(1) == top_k;
   SMJ_CHECK_VALUE(flat || matrix) << "expanded_idx_to_permuted_idx: expected [num_tokens="
                                   << num_tokens << ", top_k=" << top_k << "] or its flat form, got "
                                   << host::shape_text(row_of);
   host::check_contiguous("expanded_idx_to_permuted_idx", row_of);
+  host::check_device("expanded_idx_to_permuted_idx", row_of, in.gemm2_out.device());
+  return num_tokens;
+}
 
-  host::check_rows("out", out);
-  check_activation("out", out, gemm2_out.dtype());
-  const int64_t hidden_dim = out.size(1);
-  if (shared.has_value()) {
-    const host::TensorView& s = shared.value();
-    host::check_rows("shared_output", s);
-    check_activation("shared_output", s, gemm2_out.dtype());
-    SMJ_CHECK_VALUE(s.size(0) == num_tokens && s.size(1) == hidden_dim)
-        << "shared_output: expected [" << num_tokens << ", " << hidden_dim << "], got "
-        << host::shape_text(s) << "; pass None for no shared expert";
-    host::check_device("shared_output", s, gemm2_out.device());
+// A matrix of activations with a row a token, beside gemm2_out.
+inline void check_token_rows(const char* name, const host::TensorView& x,
+                             const host::TensorView& gemm2_out, int64_t num_tokens,
+                             int64_t hidden_dim, const char* remedy) {
+  host::check_rows(name, x);
+  check_activation(name, x, gemm2_out.dtype());
+  SMJ_CHECK_VALUE(x.size(0) == num_tokens && x.size(1) == hidden_dim)
+      << name << ": expected [" << num_tokens << ", " << hidden_dim << "], got "
+      << host::shape_text(x) << remedy;
+  host::check_device(name, x, gemm2_out.device());
+}
+
+// Returns whether the logits are float32.
+inline bool check_gate(const FinalizeInputs& in, int64_t num_tokens) {
+  const host::TensorView& gate = in.gate_logits.value();
+  SMJ_CHECK_VALUE(in.shared.has_value())
+      << "shared_gate_logits: expected a shared_output to go with it, got None; pass both or none";
+  const bool is_float = host::dtype_of(gate.dtype()) == host::DType::kFloat32;
+  if (!is_float) check_activation("shared_gate_logits", gate, in.gemm2_out.dtype());
+  SMJ_CHECK_VALUE(gate.numel() == num_tokens &&
+                  (gate.ndim() == 1 || (gate.ndim() == 2 && gate.size(1) == 1)))
+      << "shared_gate_logits: expected [num_tokens=" << num_tokens << "] or [" << num_tokens
+      << ", 1], got " << host::shape_text(gate);
+  host::check_contiguous("shared_gate_logits", gate);
+  host::check_device("shared_gate_logits", gate, in.gemm2_out.device());
+  return is_float;
+}
+
+inline const char* width_name(const FinalizeInputs& in) {
+  return in.shared.has_value() ? "shared_output" : "hidden_dim";
+}
+
+// H, from whichever argument tells it.
+inline int64_t output_width(const FinalizeInputs& in, const host::Optional<int64_t>& hidden_dim) {
+  host::check_rows("gemm2_out", in.gemm2_out);
+  if (!in.shared.has_value()) {
+    return hidden_dim.has_value() ? hidden_dim.value() : in.gemm2_out.size(1);
   }
+  host::check_rows("shared_output", in.shared.value());
+  const int64_t width = in.shared.value().size(1);
+  SMJ_CHECK_VALUE(!hidden_dim.has_value() || hidden_dim.value() == width)
+      << "hidden_dim: expected " << width << ", the width of shared_output, got "
+      << hidden_dim.value();
+  return width;
+}
+
+// Everything a kernel reads; params.out and out_stride are left to the caller. width_name is the
+// argument that hidden_dim comes from.
+inline FinalizeCall check_finalize_inputs(const FinalizeInputs& in, int64_t hidden_dim,
+                                          const char* width_name, int64_t top_k,
+                                          double routed_factor) {
+  using host::DType;
+  FinalizeCall call{};
+  const host::TensorView& gemm2_out = in.gemm2_out;
+  call.activation = check_float("gemm2_out", gemm2_out);
+  call.weight = DType::kNone;
+  if (in.weights.has_value()) call.weight = check_float("expert_weights", in.weights.value());
+  host::check_rows("gemm2_out", gemm2_out);
+  const int64_t num_tokens = check_routing(in, top_k);
+  SMJ_CHECK_VALUE(host::row_stride(gemm2_out) * host::item_size(call.activation) <=
+                  std::numeric_limits<uint32_t>::max())
+      << "gemm2_out: expected rows less than 4 GB apart, got stride " << gemm2_out.stride(0)
+      << "; call .contiguous()";
+  SMJ_CHECK_VALUE(gemm2_out.size(0) <= std::numeric_limits<int32_t>::max())
+      << "gemm2_out: expected fewer than 2^31 rows, got " << gemm2_out.size(0);
   SMJ_CHECK_VALUE(hidden_dim >= 1 && hidden_dim <= gemm2_out.size(1))
-      << (shared.has_value() ? "shared_output" : "hidden_dim") << ": expected a width of 1 to "
-      << gemm2_out.size(1) << " (the width of gemm2_out), got " << hidden_dim;
+      << width_name << ": expected a width of 1 to " << gemm2_out.size(1)
+      << " (the width of gemm2_out), got " << hidden_dim;
   SMJ_CHECK_VALUE(hidden_dim <= kMaxHiddenDim)
-      << (shared.has_value() ? "shared_output" : "hidden_dim") << ": expected a width of at most "
-      << kMaxHiddenDim << ", got " << hidden_dim;
-  SMJ_CHECK_VALUE(out.size(0) == num_tokens) << "out: expected [" << num_tokens << ", "
-                                             << hidden_dim << "], got " << host::shape_text(out);
-  SMJ_CHECK_VALUE(num_tokens <= 1 || out.stride(0) >= hidden_dim)
-      << "out: expected rows that do not overlap, got row stride " << out.stride(0);
-  host::check_device("expanded_idx_to_permuted_idx", row_of, gemm2_out.device());
-  host::check_device("expert_weights", weights, gemm2_out.device());
-  host::check_device("out", out, gemm2_out.device());
-
-  const host::ByteRange written = host::bytes_of_rows(out);
-  const auto check_apart = [&written](const char* name, const host::ByteRange& read) {
-    SMJ_CHECK_VALUE(!written.overlaps(read))
-        << "out: shares memory with " << name << "; pass another tensor";
-  };
-  check_apart("gemm2_out", host::bytes_of_rows(gemm2_out));
-  check_apart("expanded_idx_to_permuted_idx", host::bytes_of_contiguous(row_of));
-  check_apart("expert_weights", host::bytes_of_contiguous(weights));
-  if (shared.has_value()) {
-    const host::TensorView& s = shared.value();
-    const bool same =
-        s.data_ptr() == out.data_ptr() && host::row_stride(s) == host::row_stride(out);
-    SMJ_CHECK_VALUE(same || !written.overlaps(host::bytes_of_rows(s)))
-        << "out: shares part of its memory with shared_output; pass exactly shared_output, or "
-           "another tensor";
+      << width_name << ": expected a width of at most " << kMaxHiddenDim << ", got " << hidden_dim;
+  FinalizeParams& p = call.params;
+  if (in.shared.has_value()) {
+    const host::TensorView& s = in.shared.value();
+    check_token_rows("shared_output", s, gemm2_out, num_tokens, hidden_dim,
+                     "; pass None for no shared expert");
+    p.shared = s.data_ptr();
+    p.shared_stride = host::row_stride(s);
   }
+  if (in.gate_logits.has_value()) {
+    p.gate_is_float = check_gate(in, num_tokens);
+    p.gate_logits = in.gate_logits.value().data_ptr();
+  }
+  p.gemm2_out = gemm2_out.data_ptr();
+  p.row_of = static_cast<const int32_t*>(in.row_of.data_ptr());
+  p.weights = in.weights.has_value() ? in.weights.value().data_ptr() : nullptr;
+  p.gemm2_stride = host::row_stride(gemm2_out);
+  p.num_tokens = num_tokens;
+  p.num_rows = gemm2_out.size(0);
+  p.hidden_dim = static_cast<int32_t>(hidden_dim);
+  p.top_k = static_cast<int32_t>(top_k);
+  p.routed_factor = static_cast<float>(routed_factor);
+  return call;
+}
 
-  call.params = FinalizeParams{
-      out.data_ptr(),
-      gemm2_out.data_ptr(),
-      static_cast<const int32_t*>(row_of.data_ptr()),
-      weights.data_ptr(),
-      shared.has_value() ? shared.value().data_ptr() : nullptr,
-      host::row_stride(out),
-      host::row_stride(gemm2_out),
-      shared.has_value() ? host::row_stride(shared.value()) : 0,
-      num_tokens,
-      gemm2_out.size(0),
-      static_cast<int32_t>(hidden_dim),
-      static_cast<int32_t>(top_k),
-      static_cast<float>(routed_factor),
+// What is written may share no memory with what is read, but may_be where it is exactly that.
+inline void check_apart(const char* name, const host::TensorView& written, const FinalizeInputs& in,
+                        const char* may_be = nullptr,
+                        const host::Optional<host::TensorView>& same = {}) {
+  const host::ByteRange range = host::bytes_of_rows(written);
+  const auto apart = [&](const char* other, const host::ByteRange& read) {
+    SMJ_CHECK_VALUE(!range.overlaps(read))
+        << name << ": shares memory with " << other << "; pass another tensor";
   };
+  apart("gemm2_out", host::bytes_of_rows(in.gemm2_out));
+  apart("expanded_idx_to_permuted_idx", host::bytes_of_contiguous(in.row_of));
+  if (in.weights.has_value()) {
+    apart("expert_weights", host::bytes_of_contiguous(in.weights.value()));
+  }
+  if (in.gate_logits.has_value()) {
+    apart("shared_gate_logits", host::bytes_of_contiguous(in.gate_logits.value()));
+  }
+  if (same.has_value()) {
+    const host::TensorView& s = same.value();
+    const bool is_it =
+        s.data_ptr() == written.data_ptr() && host::row_stride(s) == host::row_stride(written);
+    SMJ_CHECK_VALUE(is_it || !range.overlaps(host::bytes_of_rows(s)))
+        << name << ": shares part of its memory with " << may_be << "; pass exactly " << may_be
+        << ", or another tensor";
+  }
+}
+
+inline void check_written_rows(const char* name, const host::TensorView& x, int64_t num_tokens) {
+  SMJ_CHECK_VALUE(num_tokens <= 1 || x.stride(0) >= x.size(1))
+      << name << ": expected rows that do not overlap, got row stride " << x.stride(0);
+}
+
+inline FinalizeCall check_finalize(const host::TensorView& out, const FinalizeInputs& in,
+                                   int64_t top_k, double routed_factor) {
+  host::check_rows("out", out);
+  check_activation("out", out, in.gemm2_out.dtype());
+  FinalizeCall call = check_finalize_inputs(in, out.size(1), width_name(in), top_k, routed_factor);
+  FinalizeParams& p = call.params;
+  check_token_rows("out", out, in.gemm2_out, p.num_tokens, p.hidden_dim, "");
+  check_written_rows("out", out, p.num_tokens);
+  check_apart("out", out, in, "shared_output", in.shared);
+  p.out = out.data_ptr();
+  p.out_stride = host::row_stride(out);
   return call;
 }
 

@@ -11,10 +11,10 @@
 namespace sgl_moe_jit {
 namespace moe {
 
-// Launches on stream with the current device. num_tokens must be at least 1. allow_vector = false
-// takes the scalar path, which has the same bits. Returns the launch's own status.
-cudaError_t launch_finalize(const FinalizeParams& params, bool enable_pdl, bool allow_vector,
-                            cudaStream_t stream);
+// Launches on stream; device is the current one. num_tokens must be at least 1. allow_vector =
+// false takes the scalar path, which has the same bits. Returns the launch's own status.
+cudaError_t launch_finalize(const FinalizeParams& params, int device, bool enable_pdl,
+                            bool allow_vector, cudaStream_t stream);
 
 }  // namespace moe
 }  // namespace sgl_moe_jit

@@ -16,7 +16,8 @@ namespace moe {
 inline PermuteParams check_permute(const host::TensorView& permuted, const host::TensorView& row_of,
                                    const host::TensorView& expert_offsets,
                                    const host::TensorView& hidden, const host::TensorView& topk_ids,
-                                   const host::Optional<host::TensorView>& scratch) {
+                                   const host::Optional<host::TensorView>& scratch,
+                                   int64_t alignment) {
   using host::DType;
   const DLDataType type = hidden.dtype();
   SMJ_CHECK_TYPE(type.lanes == 1 && (type.bits == 16 || type.bits == 32 || type.bits == 64))
@@ -42,9 +43,19 @@ inline PermuteParams check_permute(const host::TensorView& permuted, const host:
   SMJ_CHECK_VALUE(hidden.size(1) <= 65535 * int64_t{128})
       << "hidden_states: expected at most " << 65535 * 128 << " columns, got " << hidden.size(1);
 
+  // An expert's counters, one a chunk, and behind all of them its count.
+  int32_t *counters = nullptr, *counts = nullptr;
   int64_t num_chunks = 0;
-  if (scratch.has_value()) num_chunks = scratch.value().numel() / num_experts - 1;
-  TVM_FFI_ICHECK(host::is_contiguous(permuted) && permuted.numel() == num_slots * hidden.size(1) &&
+  if (scratch.has_value()) {
+    num_chunks = scratch.value().numel() / num_experts - 1;
+    counters = static_cast<int32_t*>(scratch.value().data_ptr());
+    counts = counters + num_experts * num_chunks;
+  }
+  // Python has checked what decides the outputs' shapes.
+  TVM_FFI_ICHECK(alignment >= 1 && alignment <= kMaxAlignment);
+  const int64_t num_rows = max_rows(num_slots, num_experts, alignment);
+  TVM_FFI_ICHECK(num_rows <= std::numeric_limits<int32_t>::max());
+  TVM_FFI_ICHECK(host::is_contiguous(permuted) && permuted.numel() == num_rows * hidden.size(1) &&
                  row_of.numel() == num_slots && num_chunks >= 0);
   return PermuteParams{
       permuted.data_ptr(),
@@ -52,7 +63,8 @@ inline PermuteParams check_permute(const host::TensorView& permuted, const host:
       static_cast<int32_t*>(expert_offsets.data_ptr()),
       hidden.data_ptr(),
       topk_ids.data_ptr(),
-      scratch.has_value() ? static_cast<int32_t*>(scratch.value().data_ptr()) : nullptr,
+      counters,
+      counts,
       hidden.size(0),
       num_slots,
       hidden.size(1) * item_bytes,
@@ -60,9 +72,27 @@ inline PermuteParams check_permute(const host::TensorView& permuted, const host:
       static_cast<int32_t>(item_bytes),
       static_cast<int32_t>(top_k),
       static_cast<int32_t>(num_experts),
+      static_cast<int32_t>(alignment),
       static_cast<int32_t>(num_chunks),
-      ids == DType::kInt64,
+      ids == DType::kInt64 ? 2 : 1,
   };
+}
+
+// The path is chosen in Python, beside the scratch memory it needs.
+inline PermutePath check_permute_path(const PermuteParams& p, int64_t path) {
+  const auto chosen = static_cast<PermutePath>(path);
+  if (chosen == PermutePath::kOneLaunch) {
+    SMJ_CHECK_VALUE(p.num_slots <= kOneLaunchMaxSlots && p.num_experts <= kOneLaunchMaxExperts &&
+                    p.top_k <= kOneLaunchMaxTopK)
+        << "path: one launch takes at most " << kOneLaunchMaxSlots << " slots, "
+        << kOneLaunchMaxExperts << " experts and top_k " << kOneLaunchMaxTopK << ", got "
+        << p.num_slots << ", " << p.num_experts << " and " << p.top_k;
+  } else if (chosen == PermutePath::kTwoLaunches) {
+    TVM_FFI_ICHECK(p.alignment == 1 || p.counts != nullptr);
+  } else {
+    TVM_FFI_ICHECK(chosen == PermutePath::kFourLaunches && p.num_chunks > 0) << "path " << path;
+  }
+  return chosen;
 }
 
 }  // namespace moe

@@ -1,0 +1,171 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""The modules behind ``moe_finalize_fuse_shared_add_rmsnorm``: which exist, which serves a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sgl_moe_jit import env
+from sgl_moe_jit.jit import (
+    BuildSpec,
+    CudaArch,
+    KernelFamily,
+    cache_once,
+    current_arch,
+    load_spec,
+    make_spec,
+    register_family,
+)
+from sgl_moe_jit.ops.cpu_threads import cpu_workers
+from sgl_moe_jit.ops.finalize_kernel import (
+    CPP_TYPES,
+    UNROLLED_TOP_K,
+    WEIGHT_TYPES,
+    check_dtypes,
+    check_indices,
+)
+from sgl_moe_jit.ops.library import cpu_isa
+
+OP = "moe_finalize_fuse_shared_add_rmsnorm"
+OP_FP8 = f"{OP}_fp8"
+FP8 = torch.float8_e4m3fn
+
+
+class NormInputs(NamedTuple):
+    """What a call reads, in the order in which C++ takes it; as in the public op."""
+
+    gemm2_out: Tensor
+    expanded_idx_to_permuted_idx: Tensor
+    expert_weights: Tensor | None
+    shared_output: Tensor | None
+    shared_gate_logits: Tensor | None
+    residual: Tensor
+    weight: Tensor
+
+
+class NormOutputs(NamedTuple):
+    """What a call writes, in the order in which C++ takes it.
+
+    Attributes:
+        out: [T, H] like ``residual``; float8_e4m3fn with a scale.
+        residual_out: [T, H] like ``residual``.
+        out_scale: [T, 1] float32, or None: no quantisation.
+    """
+
+    out: Tensor
+    residual_out: Tensor
+    out_scale: Tensor | None
+
+
+def cuda_spec(
+    activation: torch.dtype, weight: torch.dtype | None, top_k: int, fp8: bool, arch: CudaArch
+) -> BuildSpec:
+    """Return the CUDA module of these options.
+
+    Args:
+        activation: Of rows, shared, residual and norm weight.
+        weight: Of the expert weights; None when all are 1.
+        top_k: Slots a token; 0 is the module for any count.
+        fp8: Whether the output is float8_e4m3fn with a scale.
+        arch: CUDA target.
+    """
+    act_type, act_member = CPP_TYPES[activation]
+    weight_type, weight_member = WEIGHT_TYPES[weight]
+    both = [f"-DSMJ_TOP_K={top_k}", f"-DSMJ_FP8={int(fp8)}"]
+    words = ("finalize_norm", act_member[1:], weight_member[1:], f"top{top_k or 'any'}")
+    return make_spec(
+        (*words, "fp8") if fp8 else words,
+        cuda_files=["moe/finalize_norm.cu"],
+        cpp_files=["moe/finalize_norm_binding.cc"],
+        extra_cuda_cflags=[
+            f"-DSMJ_ACTIVATION={act_type}",
+            f"-DSMJ_WEIGHT={weight_type}",
+            f"-DSMJ_CLUSTERS={int(arch.major >= 9)}",
+            *both,
+        ],
+        extra_cflags=[
+            f"-DSMJ_ACTIVATION_DTYPE={act_member}",
+            f"-DSMJ_WEIGHT_DTYPE={weight_member}",
+            *both,
+        ],
+        arch=arch,
+    )
+
+
+def _cpu_spec() -> BuildSpec:
+    return make_spec(
+        ("finalize_norm", "cpu"),
+        cpp_files=["moe/finalize_norm_cpu.cc", "moe/finalize_norm_cpu_binding.cc"],
+    )
+
+
+def _all_cuda_specs(fp8: bool, arch: CudaArch) -> Iterator[BuildSpec]:
+    for activation in CPP_TYPES:
+        for weight in WEIGHT_TYPES:
+            for top_k in (0, *UNROLLED_TOP_K):
+                yield cuda_spec(activation, weight, top_k, fp8, arch)
+
+
+register_family(
+    KernelFamily(OP, lambda arch: _all_cuda_specs(False, arch), lambda: iter([_cpu_spec()]))
+)
+register_family(
+    KernelFamily(OP_FP8, lambda arch: _all_cuda_specs(True, arch), lambda: iter([_cpu_spec()]))
+)
+
+
+@cache_once
+def _cpu_kernel() -> Any:
+    return load_spec(_cpu_spec()).moe_finalize_norm
+
+
+@cache_once
+def _cuda_kernel(
+    activation: torch.dtype,
+    weight: torch.dtype | None,
+    top_k: int,
+    fp8: bool,
+    device_index: int,
+    /,
+) -> tuple[Any, bool]:
+    arch = current_arch(device_index)
+    module = load_spec(cuda_spec(activation, weight, top_k, fp8, arch))
+    return module.moe_finalize_norm, arch.supports_pdl
+
+
+def run(
+    outputs: NormOutputs,
+    inputs: NormInputs,
+    top_k: int,
+    eps: float,
+    enable_pdl: bool | None,
+    routed_scaling_factor: float,
+) -> None:
+    """Write ``outputs``: pick the module for dtypes, top_k, output and device, and call it."""
+    gemm2_out, idx, expert_weights = inputs[:3]
+    check_dtypes(gemm2_out, expert_weights)
+    device = gemm2_out.device
+    tensors = (outputs.out, outputs.residual_out, outputs.out_scale, *inputs)
+    numbers = (top_k, routed_scaling_factor, eps)
+    if device.type == "cpu":
+        _cpu_kernel()(*tensors, *numbers, cpu_isa(), *cpu_workers())
+        return
+    if device.type != "cuda" or torch.version.cuda is None:
+        raise ValueError(f"gemm2_out: expected a CPU or NVIDIA CUDA tensor, got device {device}")
+    flags = env.launch_flags()
+    if flags & env.FLAG_CHECK_INDICES:
+        check_indices(idx, gemm2_out.shape[0])
+    kernel, pdl_supported = _cuda_kernel(
+        gemm2_out.dtype,
+        None if expert_weights is None else expert_weights.dtype,
+        top_k if top_k in UNROLLED_TOP_K else 0,
+        outputs.out_scale is not None,
+        device.index,
+    )
+    pdl = pdl_supported and enable_pdl is not False and flags & env.FLAG_PDL != 0
+    kernel(*tensors, *numbers, pdl, flags & env.FLAG_VECTOR != 0)

@@ -1,0 +1,50 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""Each GPU subject end to end on a small shape, without peers' sources."""
+
+import json
+
+import pytest
+import torch
+
+from sgl_moe_jit import cli
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = ("--cases", "qwen3-30b", "--tokens", "4", "--rounds", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("subject", "options", "providers", "modes"),
+    [
+        ("finalize", SHAPE, {"sgl_moe_jit", "torch", "torch.compile", "stream"}, {"hot", "cold"}),
+        (
+            "norm",
+            SHAPE,
+            {
+                *("sgl_moe_jit", "sgl_moe_jit, FP8 out", "sgl_moe_jit, two kernels"),
+                *("torch", "torch.compile"),
+            },
+            {"hot", "cold"},
+        ),
+        ("layer", SHAPE, {"sgl_moe_jit", "sgl_moe_jit, not deferred", "GEMMs alone"}, {"graph"}),
+        ("host", ("--rounds", "2"), None, {"eager"}),
+    ],
+)
+def test_a_subject_measures_all_its_providers(tmp_path, subject, options, providers, modes):
+    path = tmp_path / "out.json"
+    assert cli.main(["bench", subject, *options, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())
+    assert {row["mode"] for row in rows} == modes
+    assert providers is None or {row["provider"] for row in rows} == providers
+    for row in rows:
+        assert 0 < row["p20_us"] <= row["median_us"] <= row["p80_us"]
+        assert row["device"] == torch.cuda.get_device_name()
+
+
+def test_every_path_of_the_permutation_is_measured(tmp_path):
+    path = tmp_path / "out.json"
+    assert cli.main(["bench", "permute", *SHAPE, "--json", str(path)]) == 0
+    providers = {row["provider"] for row in json.loads(path.read_text())}
+    assert "torch" in providers and len(providers) == 5

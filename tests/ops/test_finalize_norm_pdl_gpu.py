@@ -1,0 +1,77 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""PDL of the finalize-norm kernels: nothing is read before a predecessor has written it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sgl_moe_jit.jit import load_jit
+from tests.ops.finalize_norm_cases import F32, assert_same_bits, make
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9,
+        reason="PDL needs sm_90",
+    ),
+]
+
+# One of each path: the three forms of a cluster, one block a token in registers and in shared
+# memory, by vectors of 8 bytes and one by one. Each launch has blocks that all fit beside the
+# producer's.
+PATHS = [(2, 512), (20, 512), (60, 512), (20, 7176), (140, 512), (2, 516), (2, 515)]
+INPUTS = ("gemm2_out", "idx", "weights", "shared", "gate", "residual", "norm_weight")
+RUNS = 21  # times 49 parameter sets: 1000 runs
+
+
+@pytest.fixture(scope="module")
+def pdl():
+    return load_jit(
+        "pdl_test",
+        cuda_files=[Path(__file__).with_name("pdl_producer.cuh")],
+        cuda_wrappers=[
+            ("produce_late", "pdl_test::produce_late"),
+            ("consume", "pdl_test::consume"),
+        ],
+    )
+
+
+@pytest.mark.field_report("M10")
+@pytest.mark.parametrize("late", INPUTS)
+@pytest.mark.parametrize(("num_tokens", "hidden"), PATHS)
+def test_nothing_is_read_before_a_late_predecessor_has_written(pdl, late, num_tokens, hidden):
+    """The producer lets us start, sleeps, then writes; old data would show in every run."""
+    inputs = make(num_tokens, 4, hidden, device="cuda", absent=0.0, gate=F32)
+    x = getattr(inputs, late)
+    new = x.clone()
+    # idx gets other valid rows, so that a stale read is no fault.
+    old = x.flip(0).contiguous() if late in ("idx", "weights", "gate") else x * 0 + 3
+    want = inputs.run(enable_pdl=False)
+    out, residual_out = (torch.empty_like(y) for y in want)
+    consumed = torch.empty_like(out)
+    for _ in range(RUNS):
+        x.copy_(old)
+        out.fill_(float("nan"))
+        residual_out.fill_(float("nan"))
+        pdl.produce_late(x, new)
+        inputs.run(enable_pdl=True, out=out, residual_out=residual_out)
+        pdl.consume(consumed, out)  # M11: a consumer that waits sees our output
+        assert_same_bits((consumed, residual_out), want)
+
+
+@pytest.mark.field_report("M10")
+@pytest.mark.parametrize(("num_tokens", "hidden"), PATHS)
+def test_fp8_waits_too(pdl, num_tokens, hidden):
+    inputs = make(num_tokens, 4, hidden, device="cuda", absent=0.0)
+    new = inputs.residual.clone()
+    want = inputs.run(fp8=True, enable_pdl=False)
+    scale = torch.empty_like(want[1])
+    consumed = torch.empty_like(scale)
+    for _ in range(RUNS):
+        inputs.residual.fill_(3.0)
+        pdl.produce_late(inputs.residual, new)
+        got = inputs.run(fp8=True, enable_pdl=True, out_scale=scale)
+        pdl.consume(consumed, scale)
+        assert_same_bits((got[0], consumed, got[2]), want)
