@@ -41,16 +41,9 @@ template <typename Act>
 void finish_slabs(const FinalizeParams& p, FloatType weight, SumTiles<Act, Act> sum_tiles,
                   bool stream, int64_t begin, int64_t end) {
   const int64_t slabs = slabs_of(p), first = begin / slabs, last = (end - 1) / slabs;
-  TokenRows<Act> this_and_next[2];
-  this_and_next[0].load(p, weight, first);
-  for (int64_t t = first; t <= last; ++t) {
-    const TokenRows<Act>& token = this_and_next[(t - first) % 2];
-    TokenRows<Act>& next = this_and_next[(t - first + 1) % 2];
-    if (t < last) {
-      next.load(p, weight, t + 1);
-    } else {
-      next = {};
-    }
+  for (TokenWalk<Act> walk(p, weight, first, last); !walk.done(); walk.advance()) {
+    const TokenRows<Act>& token = walk.token();
+    const int64_t t = walk.index();
     const int64_t from = t == first ? begin % slabs * kSlab : 0;
     const int64_t to = std::min<int64_t>((end - t * slabs) * kSlab, p.hidden_dim);
     const int column = static_cast<int>(from), count = static_cast<int>(to - from);
@@ -58,7 +51,7 @@ void finish_slabs(const FinalizeParams& p, FloatType weight, SumTiles<Act, Act> 
     if (token.num_rows == 0 && p.gate_logits == nullptr) {
       copy_or_clear(token.shared, column, count, out);
     } else {
-      const Stretch<Act> stretch{token, next, p.routed_factor, column + count, stream};
+      const Stretch<Act> stretch{token, walk.next(), factor_of(p, token), column + count, stream};
       sum_columns(stretch, sum_tiles, column, count, out);
     }
   }

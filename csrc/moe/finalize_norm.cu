@@ -3,8 +3,8 @@
 //
 // moe/finalize_norm.cu: which shape of the finalize-norm kernels serves a call.
 //
-// The build passes SMJ_ACTIVATION (__nv_bfloat16, __half or float), SMJ_WEIGHT (one of these or
-// UnitWeight), SMJ_TOP_K (0: any), SMJ_FP8 (0 or 1) and SMJ_CLUSTERS (0 or 1: the target has them).
+// The build passes SMJ_ACTIVATION (__nv_bfloat16, __half or float), SMJ_TOP_K (0: any), SMJ_FP8 (0
+// or 1) and SMJ_CLUSTERS (0 or 1: the target has them).
 #include "sgl_moe_jit/host/launch.cuh"
 #include "sgl_moe_jit/moe/finalize_norm.cuh"
 #include "sgl_moe_jit/moe/finalize_norm_launch.h"
@@ -15,27 +15,37 @@ namespace moe {
 namespace {
 
 using Act = SMJ_ACTIVATION;
-using Weight = SMJ_WEIGHT;
+using Weight = AnyWeight;  // else four times as many modules of nine kernels each
 constexpr int kTopK = SMJ_TOP_K;
 constexpr bool kFp8 = SMJ_FP8 != 0;
 
 // Columns of a 16-byte access.
 constexpr int kBroad = 16 / static_cast<int>(sizeof(Act));
 
-// Rows a thread has in flight.
+// Rows a thread has in flight: sixteen vectors of 16 bytes would take too many registers.
+constexpr int kRowsNarrow = kTopK == 0 ? 8 : kTopK;
 constexpr int kRows = kTopK == 0 ? 8 : kTopK > 10 ? kTopK / 2 : kTopK;
 
-using Tiny = NormShape<kNormLeaf, 1, 256, 3, kTopK == 0 ? 8 : kTopK, false, ClusterExchange>;
-using Small = NormShape<kBroad, 1, 256, 2, kRows, true, ClusterExchange>;
-using Pair = NormShape<kBroad, 1, 448, 2, kRows, true, ClusterExchange>;
-using Spread = NormShape<kBroad, 2, 448, 2, kRows, true, ClusterExchange>;
-using Block = NormShape<kBroad, 2, 448, 2, kRows, true, BlockExchange>;
-using Lone = NormShape<kBroad, 1, 896, 1, kRows, true, BlockExchange>;
+template <int threads, int min_blocks, SidesAt sides_at>
+using OnePiece = NormShape<kBroad, 1, threads, min_blocks, kRows, sides_at, ClusterExchange>;
+template <int vec, int pieces, int threads, SidesAt sides_at>
+using OneBlock = NormShape<vec, pieces, threads, 2, kRows, sides_at, BlockExchange>;
 
-// For what the others cannot do.
-using Wide = NormShape<kBroad, 1, 256, 2, kRows, false, BlockExchange>;
-using Odd = NormShape<kNormLeaf, 1, 256, 2, kRows, false, BlockExchange>;
-using Scalar = NormShape<1, 1, 256, 2, kRows, false, BlockExchange>;
+// A cluster of blocks shares a token where there are few; the fewer, the narrower its vectors.
+using Tiny = NormShape<kNormLeaf, 1, 256, 3, kRowsNarrow, SidesAt::kWithRows, ClusterExchange>;
+using Few = OnePiece<256, 2, SidesAt::kWithRows>;
+using Small = OnePiece<256, 2, SidesAt::kFirst>;
+using Pair = OnePiece<448, 2, SidesAt::kFirst>;
+// One block a token.
+using Narrow = OneBlock<kBroad, 1, 512, SidesAt::kWeightLast>;
+using Block = OneBlock<kBroad, 2, 448, SidesAt::kFirst>;
+using Large = OneBlock<kBroad, 2, 448, SidesAt::kWeightLast>;
+// What the registers of one block do not hold.
+using Spread = NormShape<kBroad, 2, 448, 2, kRows, SidesAt::kWithRows, ClusterExchange>;
+// In shared memory: what has other alignments, and wide rows where there are no clusters.
+using Wide = OneBlock<kBroad, 1, 256, SidesAt::kWithRows>;
+using Odd = OneBlock<kNormLeaf, 1, 256, SidesAt::kWithRows>;
+using Scalar = OneBlock<1, 1, 256, SidesAt::kWithRows>;
 
 cudaError_t launch(void (*kernel)(FinalizeNormParams), const FinalizeNormParams& p, int blocks,
                    int threads, int64_t shared_bytes, bool enable_pdl, cudaStream_t stream) {
@@ -62,7 +72,9 @@ cudaError_t launch(void (*kernel)(FinalizeNormParams), const FinalizeNormParams&
   return cudaLaunchKernelEx(&config, kernel, p);
 }
 
-// Equal parts, in whole warps, of a row for a cluster of blocks (one: no cluster).
+// Equal parts, in whole warps, of a row for so many blocks. One block is launched without a
+// cluster, in which sending a message is an illegal instruction: not for shapes with a
+// ClusterExchange.
 template <typename Shape>
 cudaError_t launch_shape(const FinalizeNormParams& p, int blocks, bool enable_pdl,
                          cudaStream_t stream) {
@@ -105,43 +117,66 @@ bool fits_columns(const FinalizeNormParams& p, int columns) {
   return together % bytes == 0 && (!kFp8 || out % columns == 0);
 }
 
-// The cluster that a row takes at least.
+// Blocks whose registers hold a row.
 template <typename Shape>
 int fewest_blocks(const FinalizeNormParams& p) {
   const int held = Shape::kPieces * Shape::kVec * Shape::kMaxThreads;
   return (p.sum.hidden_dim + held - 1) / held;
 }
 
-constexpr int kMaxBlocks = 8;  // of a cluster on any GPU that has them
-
-// Blocks for a token so that each has some work.
-template <typename Shape>
-int blocks_for(const FinalizeNormParams& p, int wanted) {
-  const int warps = (p.sum.hidden_dim + 32 * Shape::kVec - 1) / (32 * Shape::kVec);
-  return std::max(fewest_blocks<Shape>(p), std::min(wanted, (warps + 3) / 4));
-}
-
-cudaError_t launch_clusters(const FinalizeNormParams& p, bool enable_pdl, cudaStream_t stream) {
-  const int64_t num_sms = host::sm_count() > 0 ? host::sm_count() : 1;
-  const int64_t tokens = p.sum.num_tokens;
-  const auto fits = [&](auto shape) { return fewest_blocks<decltype(shape)>(p) <= kMaxBlocks; };
-  if (fits(Tiny{}) && 12 * tokens <= num_sms) {
-    return launch_shape<Tiny>(p, blocks_for<Tiny>(p, 8), enable_pdl, stream);
-  }
-  if (fits(Small{}) && 2 * tokens <= num_sms) {
-    const int wanted = 10 * tokens <= 3 * num_sms ? 7 : 4;
-    return launch_shape<Small>(p, blocks_for<Small>(p, wanted), enable_pdl, stream);
-  }
-  if (fits(Pair{}) &&
-      (8 * tokens <= 5 * num_sms || (2 * tokens > 3 * num_sms && tokens <= 2 * num_sms))) {
-    return launch_shape<Pair>(p, blocks_for<Pair>(p, 2), enable_pdl, stream);
-  }
-  if (fewest_blocks<Block>(p) == 1) return launch_shape<Block>(p, 1, enable_pdl, stream);
-  if (fits(Spread{})) {
-    return launch_shape<Spread>(p, fewest_blocks<Spread>(p), enable_pdl, stream);
+cudaError_t launch_alone(const FinalizeNormParams& p, int64_t num_sms, bool enable_pdl,
+                         cudaStream_t stream) {
+  if (fewest_blocks<Narrow>(p) == 1) return launch_shape<Narrow>(p, 1, enable_pdl, stream);
+  if (fewest_blocks<Block>(p) == 1) {
+    return p.sum.num_tokens <= 2 * num_sms ? launch_shape<Block>(p, 1, enable_pdl, stream)
+                                           : launch_shape<Large>(p, 1, enable_pdl, stream);
   }
   return launch_wide<Wide>(p, enable_pdl, stream);
 }
+
+#if SMJ_CLUSTERS
+constexpr int kMaxBlocks = 8;  // of a cluster, on any GPU that has clusters
+constexpr int kMinWarps = 4;   // a block of fewer is not worth its messages
+
+// Launches clusters of so many blocks, or of as many as the row's width calls for. False: they
+// would be too large, or of one block, which is no cluster (see launch_shape).
+template <typename Shape>
+bool share(const FinalizeNormParams& p, int wanted, bool enable_pdl, cudaStream_t stream,
+           cudaError_t* status) {
+  constexpr int kWarpColumns = 32 * Shape::kVec * Shape::kPieces;
+  const int warps = (p.sum.hidden_dim + kWarpColumns - 1) / kWarpColumns;
+  const int worth = (warps + kMinWarps - 1) / kMinWarps;
+  const int blocks = std::max(fewest_blocks<Shape>(p), std::min(wanted, worth));
+  if (blocks < 2 || blocks > kMaxBlocks) return false;
+  *status = launch_shape<Shape>(p, blocks, enable_pdl, stream);
+  return true;
+}
+
+// Crossovers in tokens a multiprocessor, so that other chips scale; with other widths the number of
+// blocks changes, not where it falls. H200 (132 multiprocessors), 2026-11-29, hidden 7168, top 8,
+// hot, benchmarks/results/norm_shapes.json (with other tokens, cold, and hidden 4096 and 2048). Us:
+//   tokens      1     8    16    32    48    64    96   128   192   256
+//   Tiny, 8  1.43  1.50  1.89  2.37  3.14  3.19
+//   Few, 4   1.52  1.59  1.77  2.33  2.56  3.68
+//   Small, 7 1.49  1.56  1.81  2.19  2.54  3.59
+//   Small, 4 1.56  1.63  1.80  2.32  2.48  3.62
+//   Pair     1.96  2.12  2.20  2.40  2.57  2.68  3.96  4.08  6.77  9.32
+//   Block    3.10  3.22  3.29  3.36  3.44  3.52  3.75  4.04  6.75 10.54
+// Pair at 256 costs 12.9 us cold, Block 12.0. From 512 tokens on Large gains 1 to 2 % over Block.
+bool launch_clusters(const FinalizeNormParams& p, int64_t num_sms, bool enable_pdl,
+                     cudaStream_t stream, cudaError_t* status) {
+  const int64_t tokens = p.sum.num_tokens;
+  const auto up_to = [&](int64_t count, int64_t of) { return of * tokens <= count * num_sms; };
+  if (up_to(1, 12) && share<Tiny>(p, 8, enable_pdl, stream, status)) return true;
+  if (up_to(2, 11) && share<Few>(p, 4, enable_pdl, stream, status)) return true;
+  if (up_to(3, 10) && share<Small>(p, 7, enable_pdl, stream, status)) return true;
+  if (up_to(2, 5) && share<Small>(p, 4, enable_pdl, stream, status)) return true;
+  const bool narrow = fewest_blocks<Narrow>(p) == 1;
+  const bool pair = up_to(3, 5) || (!narrow && up_to(2, 1) && !up_to(3, 2));
+  if (pair && share<Pair>(p, 2, enable_pdl, stream, status)) return true;
+  return fewest_blocks<Block>(p) > 1 && share<Spread>(p, 2, enable_pdl, stream, status);
+}
+#endif
 
 }  // namespace
 
@@ -151,12 +186,12 @@ cudaError_t launch_finalize_norm(const FinalizeNormParams& p, bool enable_pdl, b
     return launch_wide<Scalar>(p, enable_pdl, stream);
   }
   if (!fits_columns(p, kBroad)) return launch_wide<Odd>(p, enable_pdl, stream);
+  const int64_t num_sms = host::sm_count() > 0 ? host::sm_count() : 1;
 #if SMJ_CLUSTERS
-  return launch_clusters(p, enable_pdl, stream);
-#else
-  if (fewest_blocks<Block>(p) == 1) return launch_shape<Block>(p, 1, enable_pdl, stream);
-  return launch_wide<Wide>(p, enable_pdl, stream);
+  cudaError_t status;
+  if (launch_clusters(p, num_sms, enable_pdl, stream, &status)) return status;
 #endif
+  return launch_alone(p, num_sms, enable_pdl, stream);
 }
 
 }  // namespace moe

@@ -4,7 +4,7 @@
 // moe/finalize_norm_binding.cc: the TVM-FFI door of the CUDA finalize with residual add and
 // RMSNorm: validate, guard, stream, launch.
 //
-// The build passes SMJ_ACTIVATION_DTYPE and SMJ_WEIGHT_DTYPE, members of host::DType, SMJ_TOP_K and
+// The build passes SMJ_ACTIVATION_DTYPE, a member of host::DType, SMJ_TOP_K and
 // SMJ_FP8.
 #include <tvm/ffi/function.h>
 
@@ -29,9 +29,8 @@ void moe_finalize_norm(TensorView out, TensorView residual_out, Optional<TensorV
   const moe::FinalizeNormCall call = moe::check_finalize_norm(
       {out, residual_out, scale}, {gemm2_out, row_of, weights, shared, gate_logits},
       {residual, weight}, top_k, routed_factor, eps);
-  TVM_FFI_ICHECK(call.activation == DType::SMJ_ACTIVATION_DTYPE &&
-                 call.expert_weight == DType::SMJ_WEIGHT_DTYPE)
-      << "this module was built for other dtypes";
+  TVM_FFI_ICHECK(call.activation == DType::SMJ_ACTIVATION_DTYPE)
+      << "this module was built for another dtype";
   TVM_FFI_ICHECK((SMJ_TOP_K == 0 || SMJ_TOP_K == top_k) && scale.has_value() == SMJ_FP8)
       << "this module was built for another call";
   if (call.params.sum.num_tokens == 0) return;

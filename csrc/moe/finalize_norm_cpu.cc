@@ -77,22 +77,15 @@ struct NormTokens {
   static SMJ_INLINE void run(const FinalizeNormParams* params, FloatType weight,
                              const Vectors<Act>* vectors, int64_t begin, int64_t end) {
     const FinalizeNormParams& p = *params;
-    TokenRows<Act> this_and_next[2];
-    this_and_next[0].load(p.sum, weight, begin);
-    for (int64_t t = begin; t < end; ++t) {
-      const TokenRows<Act>& token = this_and_next[(t - begin) % 2];
-      TokenRows<Act>& next = this_and_next[(t - begin + 1) % 2];
-      if (t + 1 < end) {
-        next.load(p.sum, weight, t + 1);
-      } else {
-        next = {};
-      }
-      const int width = p.sum.hidden_dim;
+    const int width = p.sum.hidden_dim;
+    for (TokenWalk<Act> walk(p.sum, weight, begin, end - 1); !walk.done(); walk.advance()) {
+      const int64_t t = walk.index();
       float row[kMaxNormHidden];
-      add(p, {token, next, p.sum.routed_factor, width, false}, *vectors, t, row);
+      add(p, {walk.token(), walk.next(), factor_of(p.sum, walk.token()), width, false}, *vectors, t,
+          row);
       for (int i = width; i % kNormLeaf != 0; ++i) row[i] = 0.0f;
       const float inv = math::inverse_rms(sum_of_squares(row, width), width, p.eps);
-      normalise(p, *vectors, t, inv, row);
+      normalise(p, *vectors, t, inv, row, walk.next());
       if (p.scale != nullptr) quantise(p, t, row);
     }
   }
@@ -102,10 +95,14 @@ struct NormTokens {
                              const Vectors<Act>& vectors, int64_t token, float* row) {
     const Act* residual = static_cast<const Act*>(p.residual) + token * p.residual_stride;
     Act* residual_out = static_cast<Act*>(p.residual_out) + token * p.residual_out_stride;
+    const size_t out_size = p.scale == nullptr ? sizeof(Act) : sizeof(host::Float8E4M3);
+    const char* out = static_cast<const char*>(p.sum.out) + token * p.sum.out_stride * out_size;
     float wide[kStrip];
     for (int column = 0; column < stretch.end; column += kStrip) {
       const int count = std::min(kStrip, stretch.end - column);
       float* s = row + column;
+      prefetch(residual + column + 2 * kStrip, kStrip * sizeof(Act));
+      prefetch(out + (column + 2 * kStrip) * out_size, kStrip * out_size);
       sum_columns(stretch, vectors.sum_tiles, column, count, s);
       vectors.convert.widen(residual + column, count, wide);
       for (int i = 0; i < count; ++i) s[i] += wide[i];
@@ -113,18 +110,34 @@ struct NormTokens {
     }
   }
 
-  // Turns s into n: into out, or where that is quantised, in place.
+  // n, rounded into out; where that is quantised, in place of s.
   static SMJ_INLINE void normalise(const FinalizeNormParams& p, const Vectors<Act>& vectors,
-                                   int64_t token, float inv, float* row) {
+                                   int64_t token, float inv, float* row,
+                                   const TokenRows<Act>& next) {
     const Act* norm_weight = static_cast<const Act*>(p.norm_weight);
     Act* out = static_cast<Act*>(p.sum.out) + token * p.sum.out_stride;
     float wide[kStrip];
     for (int column = 0; column < p.sum.hidden_dim; column += kStrip) {
       const int count = std::min(kStrip, p.sum.hidden_dim - column);
-      float* n = row + column;
+      float* s = row + column;
+      prefetch_more(next, column);
       vectors.convert.widen(norm_weight + column, count, wide);
-      for (int i = 0; i < count; ++i) n[i] = math::normalised(n[i], inv, wide[i]);
-      if (p.scale == nullptr) vectors.convert.narrow(n, count, out + column);
+      for (int i = 0; i < count; ++i) wide[i] = math::normalised(s[i], inv, wide[i]);
+      if (p.scale == nullptr) {
+        vectors.convert.narrow(wide, count, out + column);
+      } else {
+        std::copy_n(wide, count, s);
+      }
+    }
+  }
+
+  // Keeps the memory busy while a row is normalised: asks for what the next sum will want beyond
+  // kAheadBytes.
+  static SMJ_INLINE void prefetch_more(const TokenRows<Act>& next, int column) {
+    constexpr int kBytes = kStrip * sizeof(Act) / 2;
+    const int begin = kAheadBytes + column / kStrip * kBytes;
+    for (int k = 0; k < next.num_rows; ++k) {
+      prefetch(reinterpret_cast<const char*>(next.rows[k]) + begin, kBytes);
     }
   }
 

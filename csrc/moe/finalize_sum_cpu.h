@@ -12,54 +12,12 @@
 #include <algorithm>
 #include <cstring>
 
+#include "finalize_rows_cpu.h"
 #include "sgl_moe_jit/host/cpu_kernel.h"
 #include "sgl_moe_jit/host/cpu_vectors.h"
-#include "sgl_moe_jit/moe/activation_math.h"
-#include "sgl_moe_jit/moe/finalize_params.h"
 
 namespace sgl_moe_jit {
 namespace moe {
-
-// Of activations, weights and logits.
-enum class FloatType { kFloat32, kBFloat16, kFloat16 };
-
-SMJ_INLINE float load_float(const void* values, FloatType type, int64_t i) {
-  switch (type) {
-    case FloatType::kBFloat16:
-      return host::to_float(static_cast<const host::BFloat16*>(values)[i]);
-    case FloatType::kFloat16:
-      return host::to_float(static_cast<const host::Float16*>(values)[i]);
-    default:
-      return static_cast<const float*>(values)[i];
-  }
-}
-
-// Where a token's values lie: the rows it has, in slot order, with their weights; its shared row
-// and what that is multiplied by.
-template <typename Act>
-struct TokenRows {
-  const Act* rows[kMaxTopK];
-  float weights[kMaxTopK];
-  const Act* shared = nullptr;
-  float gate = 1.0f;
-  int num_rows = 0;
-
-  SMJ_INLINE void load(const FinalizeParams& p, FloatType weight, int64_t token) {
-    num_rows = 0;
-    for (int64_t slot = token * p.top_k; slot < (token + 1) * p.top_k; ++slot) {
-      if (p.row_of[slot] < 0) continue;
-      rows[num_rows] = static_cast<const Act*>(p.gemm2_out) + p.row_of[slot] * p.gemm2_stride;
-      weights[num_rows++] = p.weights == nullptr ? 1.0f : load_float(p.weights, weight, slot);
-    }
-    if (p.shared == nullptr) return;
-    shared = static_cast<const Act*>(p.shared) + token * p.shared_stride;
-    if (p.gate_logits != nullptr) {
-      gate = math::sigmoid(p.gate_is_float
-                               ? static_cast<const float*>(p.gate_logits)[token]
-                               : host::to_float(static_cast<const Act*>(p.gate_logits)[token]));
-    }
-  }
-};
 
 // Columns summed at a time: 8 AVX2 or 4 AVX512 registers of accumulators.
 constexpr int kTile = 64;
@@ -75,12 +33,17 @@ struct Stretch {
   bool stream;  // whether out is written past the caches; it is a multiple of 64 bytes then
 };
 
+// Asks the second-level cache for what lies from p on, if anything does: a prefetch raises no
+// fault. Into the first-level cache, rows from memory took 1.3 to 1.5 times as long.
+SMJ_INLINE void prefetch(const void* p, size_t bytes) {
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i, 0, 2);
+}
+
 // How far ahead of a sum its rows are asked for; docs/kernel_notes.md has what was tried.
 constexpr int kAheadBytes = 2048;
 
 // Asks for the tile that follows the one at `column` at that distance, beyond the token's end among
-// the next one's rows: the hardware prefetchers lose the thread among eight rows. What no row has
-// is asked for in vain, since a prefetch raises no fault.
+// the next one's rows: the hardware prefetchers lose the thread among eight rows.
 template <typename Act>
 class Ahead {
  public:
@@ -95,19 +58,17 @@ class Ahead {
   // Row by row, each before the sum reads its own: 256 tokens of hidden 7168 from memory took 930
   // us, with all rows asked for together 980 us (2-core EPYC virtual machine, 2026-11-29).
   SMJ_INLINE void prefetch_row(int k) const {
-    if (k < token_->num_rows) prefetch(token_->rows[k]);
+    if (k < token_->num_rows) prefetch_tile(token_->rows[k]);
   }
   // What there is beside the rows below k.
   SMJ_INLINE void prefetch_rest(int k) const {
-    for (; k < token_->num_rows; ++k) prefetch(token_->rows[k]);
-    if (token_->shared != nullptr) prefetch(token_->shared);
+    for (; k < token_->num_rows; ++k) prefetch_tile(token_->rows[k]);
+    if (token_->shared != nullptr) prefetch_tile(token_->shared);
   }
 
  private:
-  SMJ_INLINE void prefetch(const Act* row) const {
-    constexpr int kLine = 64 / sizeof(Act);
-    // Into the second-level cache: into the first it took 1.3 to 1.5 times as long.
-    for (int i = 0; i < kTile; i += kLine) __builtin_prefetch(row + column_ + i, 0, 2);
+  SMJ_INLINE void prefetch_tile(const Act* row) const {
+    prefetch(row + column_, kTile * sizeof(Act));
   }
 
   const TokenRows<Act>* token_;
@@ -119,6 +80,12 @@ class Ahead {
 template <typename Act, typename Out>
 using SumTiles = void (*)(const Stretch<Act>& stretch, int column, int count, Out* out);
 
+// acc += weight * row.
+template <typename Act>
+inline void add_scaled_tile(float weight, const Act* row, float* acc) {
+  for (int i = 0; i < kTile; ++i) acc[i] = __builtin_fmaf(weight, host::to_float(row[i]), acc[i]);
+}
+
 template <typename Act, typename Out>
 void sum_tiles_portable(const Stretch<Act>& stretch, int column, int count, Out* out) {
   const TokenRows<Act>& token = stretch.token;
@@ -128,19 +95,12 @@ void sum_tiles_portable(const Stretch<Act>& stretch, int column, int count, Out*
       // Keeps gcc from jamming two rows into one scalar loop: 15 us a token instead of 2 where the
       // loop over columns is vectorised (gcc 12, EPYC with AVX512, 2026-11-29).
       asm volatile("");
-      for (int i = 0; i < kTile; ++i) {
-        acc[i] =
-            __builtin_fmaf(token.weights[k], host::to_float(token.rows[k][column + i]), acc[i]);
-      }
+      add_scaled_tile(token.weights[k], token.rows[k] + column, acc);
     }
     if (stretch.routed_factor != 1.0f) {
       for (int i = 0; i < kTile; ++i) acc[i] *= stretch.routed_factor;
     }
-    if (token.shared != nullptr) {
-      for (int i = 0; i < kTile; ++i) {
-        acc[i] = __builtin_fmaf(token.gate, host::to_float(token.shared[column + i]), acc[i]);
-      }
-    }
+    if (token.shared != nullptr) add_scaled_tile(token.gate, token.shared + column, acc);
     for (int i = 0; i < kTile; ++i) host::store(out + i, acc[i]);
   }
 }

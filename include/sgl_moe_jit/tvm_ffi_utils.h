@@ -62,6 +62,8 @@ inline std::string dtype_name(DLDataType t) {
       return "uint" + std::to_string(t.bits);
     case kDLBool:
       return "bool";
+    case kDLFloat8_e4m3fn:
+      return "float8_e4m3fn";
     default:
       return "dtype code " + std::to_string(t.code) + " of " + std::to_string(t.bits) + " bits";
   }

@@ -71,10 +71,12 @@ def choose_targets(arch: str | None, cpu: bool, every: bool) -> list[Target]:
 
 
 def specs_for(target: Target) -> list[BuildSpec]:
-    """Return every shipped module of a target."""
-    if target is None:
-        return [spec for family in families() for spec in family.cpu_specs()]
-    return [spec for family in families() for spec in family.cuda_specs(target)]
+    """Return every shipped module of a target, once: ops may share one."""
+    specs: dict[str, BuildSpec] = {}
+    for family in families():
+        for spec in family.cpu_specs() if target is None else family.cuda_specs(target):
+            specs.setdefault(spec.label, spec)
+    return list(specs.values())
 
 
 def _failure_of(spec: BuildSpec) -> str | None:

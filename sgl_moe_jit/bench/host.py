@@ -25,10 +25,11 @@ from sgl_moe_jit.bench.contest import Contest, Contestant, Outcome
 from sgl_moe_jit.bench.options import Options
 from sgl_moe_jit.bench.report import Record
 from sgl_moe_jit.bench.timing import Call, Timing
-from sgl_moe_jit.jit import current_arch, families, load_spec
+from sgl_moe_jit.env import launch_flags
+from sgl_moe_jit.jit import families, load_spec
 from sgl_moe_jit.ops import moe_finalize_fuse_shared
 from sgl_moe_jit.ops.cpu_threads import cpu_workers
-from sgl_moe_jit.ops.finalize_kernel import OP, cuda_spec
+from sgl_moe_jit.ops.finalize_kernel import OP, cuda_kernel
 from sgl_moe_jit.ops.library import cpu_isa
 
 _BATCH = 100  # calls; a GPU's queue takes some 1000
@@ -37,18 +38,19 @@ _TINY = FinalizeCase("tiny", 64, 64, 2, 8)
 _TOKENS = {"cuda": 8, "cpu": 1}
 
 
-def our_module(device: str, top_k: int) -> tuple[Any, tuple[Any, ...]]:
-    """Return our module, and what its exports take after the four input tensors."""
-    gate_logits, factor, enable_pdl, allow_vector = None, 1.0, True, True
+def our_export(device: str, top_k: int) -> tuple[Any, tuple[Any, ...]]:
+    """Return our export that writes into ``out``, and what it takes after the input tensors."""
+    gate_logits, factor = None, 1.0
     if device == "cuda":
-        module = load_spec(cuda_spec(torch.bfloat16, torch.float32, top_k, current_arch()))
-        return module, (gate_logits, top_k, factor, enable_pdl, allow_vector)
+        index = torch.cuda.current_device()
+        kernel = cuda_kernel(torch.bfloat16, torch.float32, top_k, False, index)
+        return kernel.write, (gate_logits, top_k, factor, launch_flags())
     family = next(family for family in families() if family.name == OP)
     module = load_spec(next(iter(family.cpu_specs())))
-    return module, (gate_logits, top_k, factor, cpu_isa(), *cpu_workers())
+    return module.moe_finalize, (gate_logits, top_k, factor, cpu_isa(), *cpu_workers())
 
 
-def engine_wrapper(look_up: Callable[[], Any]) -> Callable[[FinalizeInputs, int], Tensor]:
+def engine_wrapper(look_up: Callable[[], Any]) -> Callable[..., Tensor]:
     """Return a wrapper that does per call what sglang 0.5.23's does, written anew.
 
     That is: assertions on dtypes and shapes, ``torch.empty``, a look-up of the module in a memo
@@ -63,10 +65,10 @@ def engine_wrapper(look_up: Callable[[], Any]) -> Callable[[FinalizeInputs, int]
             return memo[key]
         return memo.setdefault(key, look_up(*args, **kwargs))
 
-    def wrapper(x: FinalizeInputs, top_k: int, enable_pdl: bool = True) -> Tensor:
+    def wrapper(x: FinalizeInputs, rows: Tensor, top_k: int, enable_pdl: bool = True) -> Tensor:
         assert x.gemm2_out.dtype == torch.bfloat16
         assert x.expert_weights.dtype in (torch.float32, torch.bfloat16)
-        assert x.expanded_idx_to_permuted_idx.dtype == torch.int32
+        assert rows.dtype == torch.int32
         assert x.gemm2_out.dim() == 2 and x.expert_weights.dim() == 2
         num_tokens, slots = x.expert_weights.shape
         assert slots == top_k
@@ -79,7 +81,7 @@ def engine_wrapper(look_up: Callable[[], Any]) -> Callable[[FinalizeInputs, int]
         module()(
             out,
             x.gemm2_out,
-            x.expanded_idx_to_permuted_idx,
+            rows,
             x.expert_weights,
             shared,
             int(top_k),
@@ -93,8 +95,7 @@ def engine_wrapper(look_up: Callable[[], Any]) -> Callable[[FinalizeInputs, int]
 def providers(x: FinalizeInputs, top_k: int, folders: Mapping[str, Any]) -> dict[str, Call]:
     """Return one call of each kind, by name, ours first."""
     device = x.out.device
-    module, rest = our_module(device.type, top_k)
-    write = module.moe_finalize
+    write, rest = our_export(device.type, top_k)
     tensors = (x.gemm2_out, x.expanded_idx_to_permuted_idx, x.expert_weights, x.shared_output)
     if "sglang" in folders and device.type == "cuda":
         kernel = kernels.sglang_finalize(str(folders["sglang"]))
@@ -103,10 +104,11 @@ def providers(x: FinalizeInputs, top_k: int, folders: Mapping[str, Any]) -> dict
         like = engine_wrapper(lambda: lambda *arguments: write(*arguments[:5], *rest))
         name = "wrapper like sglang's"
     shape = tuple(x.out.shape)
+    rows = x.expanded_idx_to_permuted_idx.view(-1)  # flat, as the engine's runner hands them over
     return {
         "sgl_moe_jit": lambda: moe_finalize_fuse_shared(*tensors, top_k),
         "sgl_moe_jit, out=": lambda: moe_finalize_fuse_shared(*tensors, top_k, out=x.out),
-        name: lambda: like(x, top_k),
+        name: lambda: like(x, rows, top_k),
         "raw call": lambda: write(x.out, *tensors, *rest),
         "torch.empty": lambda: torch.empty(shape, dtype=torch.bfloat16, device=device),
         "torch add_": lambda: x.out.add_(x.shared_output),

@@ -94,7 +94,8 @@ def num_tokens_of(
     if expert_weights is not None:
         return expert_weights.shape[0] if expert_weights.dim() else 0
     idx = expanded_idx_to_permuted_idx
-    return idx.shape[0] if idx.dim() == 2 else idx.numel() // top_k
+    # a top_k out of range is for C++ to name
+    return idx.shape[0] if idx.dim() == 2 else idx.numel() // max(top_k, 1)
 
 
 def check_devices(gemm2_out: Tensor, **others: Tensor | None) -> None:

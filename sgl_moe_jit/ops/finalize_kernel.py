@@ -34,7 +34,10 @@ CPP_TYPES = {
     torch.float32: ("float", "kFloat32"),
 }
 # Of weights; None: all are 1.
-WEIGHT_TYPES = {**CPP_TYPES, None: ("UnitWeight", "kNone")}
+WEIGHT_TYPES: dict[torch.dtype | None, tuple[str, str]] = {
+    **CPP_TYPES,
+    None: ("UnitWeight", "kNone"),
+}
 # Slots known at compile time for the public models' top_k; any other count runs the generic loop.
 UNROLLED_TOP_K = (1, 2, 4, 6, 8, 10, 16)
 
@@ -106,7 +109,7 @@ class CudaKernel(NamedTuple):
 
 
 @cache_once
-def _cuda_kernel(
+def cuda_kernel(
     activation: torch.dtype,
     weight: torch.dtype | None,
     top_k: int,
@@ -114,6 +117,7 @@ def _cuda_kernel(
     device_index: int,
     /,
 ) -> CudaKernel:
+    """Return the module of these options, ready for a device; ``top_k`` 0 takes any count."""
     arch = current_arch(device_index)
     module = load_spec(cuda_spec(activation, weight, top_k, arch, gate))
     module.serve_device(device_index, arch.supports_pdl)
@@ -134,7 +138,7 @@ def _find(gemm2_out: Tensor, expert_weights: Tensor | None, top_k: int, gate: bo
         raise ValueError(f"gemm2_out: expected a CPU or NVIDIA CUDA tensor, got device {device}")
     unrolled = top_k if top_k in UNROLLED_TOP_K else 0
     weight = None if expert_weights is None else expert_weights.dtype
-    kernel = _cuda_kernel(gemm2_out.dtype, weight, unrolled, gate, device.index)
+    kernel = cuda_kernel(gemm2_out.dtype, weight, unrolled, gate, device.index)
     if gemm2_out.dtype is torch.bfloat16:
         (LAST_GATED_KERNEL if gate else LAST_KERNEL)[top_k] = kernel
     return kernel

@@ -25,7 +25,6 @@ from sgl_moe_jit.ops.cpu_threads import cpu_workers
 from sgl_moe_jit.ops.finalize_kernel import (
     CPP_TYPES,
     UNROLLED_TOP_K,
-    WEIGHT_TYPES,
     check_dtypes,
     check_indices,
 )
@@ -62,35 +61,29 @@ class NormOutputs(NamedTuple):
     out_scale: Tensor | None
 
 
-def cuda_spec(
-    activation: torch.dtype, weight: torch.dtype | None, top_k: int, fp8: bool, arch: CudaArch
-) -> BuildSpec:
+def cuda_spec(activation: torch.dtype, top_k: int, fp8: bool, arch: CudaArch) -> BuildSpec:
     """Return the CUDA module of these options.
 
     Args:
         activation: Of rows, shared, residual and norm weight.
-        weight: Of the expert weights; None when all are 1.
         top_k: Slots a token; 0 is the module for any count.
         fp8: Whether the output is float8_e4m3fn with a scale.
         arch: CUDA target.
     """
     act_type, act_member = CPP_TYPES[activation]
-    weight_type, weight_member = WEIGHT_TYPES[weight]
     both = [f"-DSMJ_TOP_K={top_k}", f"-DSMJ_FP8={int(fp8)}"]
-    words = ("finalize_norm", act_member[1:], weight_member[1:], f"top{top_k or 'any'}")
+    words = ("finalize_norm", act_member[1:], f"top{top_k or 'any'}")
     return make_spec(
         (*words, "fp8") if fp8 else words,
         cuda_files=["moe/finalize_norm.cu"],
         cpp_files=["moe/finalize_norm_binding.cc"],
         extra_cuda_cflags=[
             f"-DSMJ_ACTIVATION={act_type}",
-            f"-DSMJ_WEIGHT={weight_type}",
             f"-DSMJ_CLUSTERS={int(arch.major >= 9)}",
             *both,
         ],
         extra_cflags=[
             f"-DSMJ_ACTIVATION_DTYPE={act_member}",
-            f"-DSMJ_WEIGHT_DTYPE={weight_member}",
             *both,
         ],
         arch=arch,
@@ -106,9 +99,8 @@ def _cpu_spec() -> BuildSpec:
 
 def _all_cuda_specs(fp8: bool, arch: CudaArch) -> Iterator[BuildSpec]:
     for activation in CPP_TYPES:
-        for weight in WEIGHT_TYPES:
-            for top_k in (0, *UNROLLED_TOP_K):
-                yield cuda_spec(activation, weight, top_k, fp8, arch)
+        for top_k in (0, *UNROLLED_TOP_K):
+            yield cuda_spec(activation, top_k, fp8, arch)
 
 
 register_family(
@@ -126,15 +118,10 @@ def _cpu_kernel() -> Any:
 
 @cache_once
 def _cuda_kernel(
-    activation: torch.dtype,
-    weight: torch.dtype | None,
-    top_k: int,
-    fp8: bool,
-    device_index: int,
-    /,
+    activation: torch.dtype, top_k: int, fp8: bool, device_index: int, /
 ) -> tuple[Any, bool]:
     arch = current_arch(device_index)
-    module = load_spec(cuda_spec(activation, weight, top_k, fp8, arch))
+    module = load_spec(cuda_spec(activation, top_k, fp8, arch))
     return module.moe_finalize_norm, arch.supports_pdl
 
 
@@ -162,7 +149,6 @@ def run(
         check_indices(idx, gemm2_out.shape[0])
     kernel, pdl_supported = _cuda_kernel(
         gemm2_out.dtype,
-        None if expert_weights is None else expert_weights.dtype,
         top_k if top_k in UNROLLED_TOP_K else 0,
         outputs.out_scale is not None,
         device.index,

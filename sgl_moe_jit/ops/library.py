@@ -31,6 +31,7 @@ _NO_FORWARD_AD = (
 # As numbered by host::CpuIsa; -1 takes the best this machine has.
 _CPU_ISA = {"auto": -1, "portable": 0, "avx2": 1, "avx512": 2}
 
+
 def cpu_isa() -> int:
     """Return the number of ``SGL_MOE_JIT_CPU_ISA`` for a CPU kernel."""
     return _CPU_ISA[env.CPU_ISA.get()]

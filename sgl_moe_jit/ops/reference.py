@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
 # Relative error of rounding to nearest, and half of the smallest subnormal.
 _ROUNDING = {
     torch.bfloat16: (2.0**-8, 2.0**-134),
@@ -80,8 +79,8 @@ def finalize_tolerance(
 
     The output's own rounding (2^-8 relative for bfloat16, 2^-11 for float16, 2^-24 for float32;
     half of the smallest subnormal near zero) plus one float32 rounding a term, on the sum of the
-    terms' magnitudes. A gate's value is off by six float32 roundings (an exponential good to 2 units
-    in the last place, a sum, a quotient) and, where its exponential is subnormal, 2^-148.
+    terms' magnitudes. A gate's value is off by six float32 roundings (an exponential good to two
+    units in the last place, a sum, a quotient) and, where its exponential is subnormal, 2^-148.
     """
 
     def oracle(

@@ -42,15 +42,8 @@ def kernels_and_code(cuobjdump: Path, call: Call) -> list[tuple[Kernel, list[Ins
 
 
 def batches_of_the_target() -> list[object]:
-    splits_stores = pytest.mark.xfail(
-        strict=True, reason="silu_and_mul stores a vector of 16 bytes as four words"
-    )
     return [
-        pytest.param(
-            batch,
-            id=batch_id(batch),
-            marks=[splits_stores] if batch[0].source.name == "activation.cu" else [],
-        )
+        pytest.param(batch, id=batch_id(batch))
         for batch in all_batches()
         if ARCH in batch[0].archs
     ]

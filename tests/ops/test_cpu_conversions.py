@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The sgl_moe_jit authors
 # SPDX-License-Identifier: Apache-2.0
-"""Conversions of host/cpu_kernel.h and cpu_vectors.h against torch's: every value, every midpoint."""
+"""Conversions of host/cpu_kernel.h and cpu_vectors.h against torch's: all values and midpoints."""
 
 from pathlib import Path
 

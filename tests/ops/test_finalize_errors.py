@@ -76,7 +76,11 @@ def bad_inputs(device):
             ValueError,
             "shared_output: expected adjacent columns",
         ),
-        "no weights, top_k 0": (change(weights=None, top_k=0), ValueError, "top_k: expected 1 to 64"),
+        "no weights, top_k 0": (
+            change(weights=None, top_k=0),
+            ValueError,
+            "top_k: expected 1 to 64",
+        ),
         "no weights, flat idx, top_k 0": (
             change(weights=None, idx=good.idx.view(-1), top_k=0),
             ValueError,
@@ -108,7 +112,11 @@ def bad_inputs(device):
             "shared_gate_logits: expected bfloat16 like gemm2_out, got float16",
         ),
         "gate int": (change(gate=logits.int()), TypeError, "shared_gate_logits: expected bf"),
-        "gate short": (change(gate=logits[:3]), ValueError, "shared_gate_logits: expected .num_tok"),
+        "gate short": (
+            change(gate=logits[:3]),
+            ValueError,
+            "shared_gate_logits: expected .num_tok",
+        ),
         "gate wide": (
             change(gate=logits[:, None].repeat(1, 2)),
             ValueError,

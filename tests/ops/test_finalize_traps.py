@@ -132,3 +132,15 @@ def test_meta_tensors_have_shapes():
         8,
     )
     assert got.shape == (5, 64) and got.device.type == "meta"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("factor", [-2.5, float("inf"), float("nan")])
+@pytest.mark.parametrize("gate", [None, F32], ids=["plain", "gated"])
+def test_a_factor_does_not_touch_a_token_without_rows(device, factor, gate):
+    inputs = make(4, 3, 40, absent=1.0, factor=factor, gate=gate, device=device)
+    plain = replace(inputs, factor=1.0)
+    assert_same_bits(inputs.run(), plain.run())
+    if gate is None:
+        alone = replace(inputs, shared=None, hidden_dim=40)
+        assert_same_bits(alone.run(), torch.zeros(4, 40, dtype=BF16, device=device))

@@ -73,35 +73,40 @@ __device__ __forceinline__ void store(T* p, const Vector<T, kSize>& v) {
 
 // Loads a vector from base + row * stride_bytes if row is not negative, and leaves v alone
 // otherwise. In assembly because this address stands between an index and its row: one wide
-// multiply-add and a predicated load, where the compiler makes eight instructions of the C++.
+// multiply-add (which ptxas makes of these two; of mad.wide it makes three) and a predicated load,
+// where the compiler makes eight instructions of the C++.
 template <typename T, int kSize>
 __device__ __forceinline__ void load_row(Vector<T, kSize>& v, const void* base, int32_t row,
                                          uint32_t stride_bytes) {
   constexpr int kBytes = sizeof(T) * kSize;
   if constexpr (kBytes == 16) {
     asm volatile(
-        "{ .reg .pred p; .reg .u64 a; mad.wide.u32 a, %4, %5, %6; setp.ge.s32 p, %4, 0;"
+        "{ .reg .pred p; .reg .u64 a; mul.wide.u32 a, %4, %5; add.u64 a, a, %6; setp.ge.s32 p, %4, "
+        "0;"
         " @p ld.global.v4.u32 {%0, %1, %2, %3}, [a]; }"
         : "+r"(v.raw.x), "+r"(v.raw.y), "+r"(v.raw.z), "+r"(v.raw.w)
         : "r"(row), "r"(stride_bytes), "l"(base)
         : "memory");
   } else if constexpr (kBytes == 8) {
     asm volatile(
-        "{ .reg .pred p; .reg .u64 a; mad.wide.u32 a, %2, %3, %4; setp.ge.s32 p, %2, 0;"
+        "{ .reg .pred p; .reg .u64 a; mul.wide.u32 a, %2, %3; add.u64 a, a, %4; setp.ge.s32 p, %2, "
+        "0;"
         " @p ld.global.v2.u32 {%0, %1}, [a]; }"
         : "+r"(v.raw.x), "+r"(v.raw.y)
         : "r"(row), "r"(stride_bytes), "l"(base)
         : "memory");
   } else if constexpr (kBytes == 4) {
     asm volatile(
-        "{ .reg .pred p; .reg .u64 a; mad.wide.u32 a, %1, %2, %3; setp.ge.s32 p, %1, 0;"
+        "{ .reg .pred p; .reg .u64 a; mul.wide.u32 a, %1, %2; add.u64 a, a, %3; setp.ge.s32 p, %1, "
+        "0;"
         " @p ld.global.u32 %0, [a]; }"
         : "+r"(v.raw)
         : "r"(row), "r"(stride_bytes), "l"(base)
         : "memory");
   } else {
     asm volatile(
-        "{ .reg .pred p; .reg .u64 a; mad.wide.u32 a, %1, %2, %3; setp.ge.s32 p, %1, 0;"
+        "{ .reg .pred p; .reg .u64 a; mul.wide.u32 a, %1, %2; add.u64 a, a, %3; setp.ge.s32 p, %1, "
+        "0;"
         " @p ld.global.u16 %0, [a]; }"
         : "+h"(v.raw)
         : "r"(row), "r"(stride_bytes), "l"(base)

@@ -129,14 +129,15 @@ SMJ_INLINE void store(BFloat16* p, float x) {
   // All of it in 32 bits: where gcc may choose in 16, it packs and unpacks every step.
   p->bits = static_cast<uint16_t>((is_nan ? bits | 0x400000u : rounded) >> 16);
 }
+
 // x where it is negative as an int32_t, else 0.
 SMJ_INLINE uint32_t negative_part(uint32_t x) { return x & (0u - (x >> 31)); }
 
-// Below the smallest normal: adding 2^23 times the unit there leaves the value in units in the low
-// bits, rounded by the adder. From it on: the exponent is moved and the bits beyond the mantissa
-// are rounded away. Both parts are made of every value, clamped to where they hold; at the border
-// they are equal. No choice by a condition: gcc would move the sum behind it, and vectorises no
-// float operation there.
+// Two roundings, each of the value clamped to where it holds; at the smallest normal they are
+// equal. Below it, adding 2^23 times the unit there leaves the value in units in the low bits,
+// rounded by the adder. From it on, the exponent is moved and the bits beyond the mantissa are
+// rounded away. No choice between them by a condition: gcc would move the float addition behind
+// it, and then vectorise nothing.
 SMJ_INLINE void store(Float16* p, float x) {
   const uint32_t bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
   constexpr uint32_t kNormal = 113u << 23, kBorder = 0x400u;  // 2^-14
@@ -150,7 +151,7 @@ SMJ_INLINE void store(Float16* p, float x) {
   const uint32_t quiet = (0x200u | ((magnitude >> 13) & 0x1ffu)) & (0u - is_nan);
   p->bits = static_cast<uint16_t>(half | quiet | sign);
 }
-// Saturates at +-448; NaN is 0x7f, as on CUDA.
+// The same; saturates at +-448, and NaN is 0x7f, as on CUDA.
 SMJ_INLINE void store(Float8E4M3* p, float x) {
   const uint32_t bits = bits_of(x), sign = (bits >> 24) & 0x80u, magnitude = bits & 0x7fffffffu;
   constexpr uint32_t kNormal = 121u << 23, kBorder = 0x08u;  // 2^-6

@@ -8,6 +8,7 @@
 // it.
 #pragma once
 
+#include <cutlass/arch/memory.h>
 #include <cutlass/array.h>
 #include <cutlass/numeric_conversion.h>
 #include <cutlass/numeric_types.h>
@@ -44,7 +45,9 @@ __global__ void __launch_bounds__(kActivationThreads)
   for (int i = 0; i < kVec; ++i) result[i] = math::silu_and_mul(g[i], u[i]);
   Loaded packed;
   static_cast<cutlass::Array<Element, kVec>&>(packed) = from_float(result);
-  *reinterpret_cast<Loaded*>(static_cast<Element*>(p.out) + row * p.width + column) = packed;
+  // Not an assignment: nvcc takes that apart into words of 4 bytes.
+  cutlass::arch::global_store<Loaded, sizeof(Loaded)>(
+      packed, static_cast<Element*>(p.out) + row * p.width + column, true);
 }
 
 }  // namespace moe

@@ -159,6 +159,9 @@ inline FinalizeCall check_finalize_inputs(const FinalizeInputs& in, int64_t hidd
   p.gemm2_out = gemm2_out.data_ptr();
   p.row_of = static_cast<const int32_t*>(in.row_of.data_ptr());
   p.weights = in.weights.has_value() ? in.weights.value().data_ptr() : nullptr;
+  p.weight_type = call.weight == DType::kBFloat16  ? WeightType::kBFloat16
+                  : call.weight == DType::kFloat16 ? WeightType::kFloat16
+                                                   : WeightType::kFloat32;
   p.gemm2_stride = host::row_stride(gemm2_out);
   p.num_tokens = num_tokens;
   p.num_rows = gemm2_out.size(0);

@@ -23,14 +23,18 @@ namespace moe {
 // A grid's second dimension ends here; more tokens go on in the third.
 constexpr int64_t kNormTokensInY = 65535;
 
+// When a thread loads what stands beside the rows, that is shared, residual and norm_weight: those
+// of its first piece before the routing is there; all with the rows; or norm_weight after the sum.
+enum class SidesAt { kFirst, kWithRows, kWeightLast };
+
 // How a kernel covers its work; chosen by the launcher.
 //   vec             values moved in one access; 1 makes no alignment demands
 //   pieces          of a row in a thread's registers
 //   threads         a block at most; a multiple of 32
 //   min_blocks      blocks a multiprocessor must hold: caps the registers
 //   rows_in_flight  rows a thread loads before it adds them
-//   early           what stands beside the rows is loaded before them, not with them
-template <int vec, int pieces, int threads, int min_blocks, int rows_in_flight, bool early,
+//   sides_at        when it loads what stands beside the rows
+template <int vec, int pieces, int threads, int min_blocks, int rows_in_flight, SidesAt sides_at,
           typename Between>
 struct NormShape {
   static constexpr int kVec = vec;
@@ -38,7 +42,7 @@ struct NormShape {
   static constexpr int kMaxThreads = threads;
   static constexpr int kMinBlocks = min_blocks;
   static constexpr int kRowsInFlight = rows_in_flight;
-  static constexpr bool kEarly = early;
+  static constexpr SidesAt kSidesAt = sides_at;
   using Exchange = Between;
 };
 
@@ -50,7 +54,6 @@ __global__ void __launch_bounds__(Shape::kMaxThreads, Shape::kMinBlocks)
   constexpr int kPieces = Shape::kPieces;
   using Row = NormRow<Act, Weight, kTopK, kQuantised, Shape::kVec, Shape::kRowsInFlight>;
   constexpr int kColumns = Row::kColumns;
-  constexpr int kSlotsABlock = kNormBlock / (32 * kColumns);
   const int64_t token = blockIdx.y + blockIdx.z * kNormTokensInY;
   if (token >= p.sum.num_tokens) return;
   __shared__ SlotMemory memory;
@@ -61,7 +64,6 @@ __global__ void __launch_bounds__(Shape::kMaxThreads, Shape::kMinBlocks)
   const int first = (exchange.rank() * kPieces * blockDim.x + threadIdx.x) * kColumns;
   const int step = blockDim.x * kColumns;
   exchange.begin(num_slots, kQuantised ? 2 : 1);
-  clear_unused<kSlotsABlock>(memory.slots[0], num_slots);
   const FinalizeParams routed = without_shared(p.sum);
   Row row(p, routed, token, first);
 #pragma unroll
@@ -73,8 +75,10 @@ __global__ void __launch_bounds__(Shape::kMaxThreads, Shape::kMinBlocks)
   device::pdl_launch_dependents();
   row.load_routing();
   typename Row::Sides sides[kPieces];
-  if constexpr (Shape::kEarly) {
+  typename Row::Piece norm_weight[kPieces];
+  if constexpr (Shape::kSidesAt == SidesAt::kFirst) {
     sides[0] = row.sides(0);
+    norm_weight[0] = row.norm_weight(0);
     // Once more, for nothing but this: the compiler moves no load across it. It would move these
     // behind the arrival of the routing, or even of rows.
     device::pdl_launch_dependents();
@@ -82,16 +86,23 @@ __global__ void __launch_bounds__(Shape::kMaxThreads, Shape::kMinBlocks)
   float s[kPieces][kColumns];
 #pragma unroll
   for (int j = 0; j < kPieces; ++j) {
-    if (j > 0 || !Shape::kEarly) sides[j] = row.sides(j * step);
+    if (j > 0 || Shape::kSidesAt != SidesAt::kFirst) {
+      sides[j] = row.sides(j * step);
+      if (Shape::kSidesAt != SidesAt::kWeightLast) norm_weight[j] = row.norm_weight(j * step);
+    }
     row.add(j * step, sides[j], s[j]);
     exchange.put(0, first_slot + j * num_warps, warp_sum(sum_of_squares(s[j])));
     row.store_sum(j * step, s[j]);
   }
-  const float total = total_of<kSlotsABlock>(exchange.wait(0), num_slots);
+  const float total = total_of<kColumns>(exchange.wait(0), num_slots);
+  if constexpr (Shape::kSidesAt == SidesAt::kWeightLast) {
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) norm_weight[j] = row.norm_weight(j * step);
+  }
   const float inv = math::inverse_rms(total, p.sum.hidden_dim, p.eps);
 #pragma unroll
   for (int j = 0; j < kPieces; ++j) {
-    row.normalise(s[j], inv, sides[j].norm_weight);
+    row.normalise(s[j], inv, norm_weight[j]);
     if constexpr (kQuantised) exchange.put(1, first_slot + j * num_warps, warp_max(largest(s[j])));
   }
   float inverse_scale = 1.0f;

@@ -16,9 +16,8 @@ namespace sgl_moe_jit {
 namespace moe {
 
 // A warp has at least 32 leaves, 192 warps the widest row; parts of it that end in the middle of a
-// warp add one each, 16 at most. A multiple of what total_of reads at a time.
-constexpr int kMaxSlots = 256;
-static_assert(kMaxSlots >= kMaxNormHidden / (32 * kNormLeaf) + 16, "a row has more warps");
+// warp add one each, 16 at most.
+constexpr int kMaxSlots = kMaxNormHidden / (32 * kNormLeaf) + 16;
 
 // The sum of a thread's leaves. kColumns is 4 or 8.
 template <int kColumns>
@@ -57,33 +56,23 @@ __device__ __forceinline__ float warp_max(float x) {
   return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(x)));
 }
 
-// The sum of all slots, kSlotsABlock of them in each block of columns. A lane adds eight
-// neighbours, so that two or three steps of a butterfly are left where one slot a lane takes five.
-template <int kSlotsABlock>
+// The sum of all slots; kColumns as in sum_of_squares.
+template <int kColumns>
 __device__ __forceinline__ float total_of(const float* slots, int num_slots) {
-  constexpr int kLanes = kSlotsABlock / 8;
-  const float4* mine = reinterpret_cast<const float4*>(slots) + threadIdx.x % kLanes * 2;
+  constexpr int kSlotsABlock = kNormBlock / (32 * kColumns);
+  static_assert(kSlotsABlock == 32 || kSlotsABlock == 64, "one slot a lane, or two neighbours");
+  const int lane = threadIdx.x % 32;
   float total = 0.0f;
 #pragma unroll 1
   for (int first = 0; first < num_slots; first += kSlotsABlock) {
-    const float4 a = mine[0], b = mine[1];
-    float x = __fadd_rn(__fadd_rn(__fadd_rn(a.x, a.y), __fadd_rn(a.z, a.w)),
-                        __fadd_rn(__fadd_rn(b.x, b.y), __fadd_rn(b.z, b.w)));
-#pragma unroll
-    for (int mask = 1; mask < kLanes; mask *= 2) x = __fadd_rn(x, __shfl_xor_sync(~0u, x, mask));
-    total = __fadd_rn(total, x);
-    mine += kSlotsABlock / 4;
+    const int slot = first + lane * (kSlotsABlock / 32);
+    float x = slot < num_slots ? slots[slot] : 0.0f;
+    if constexpr (kSlotsABlock == 64) {
+      x = __fadd_rn(x, slot + 1 < num_slots ? slots[slot + 1] : 0.0f);
+    }
+    total = __fadd_rn(total, warp_sum(x));
   }
   return total;
-}
-
-// Before the first wait: slots beyond the last one, up to a whole block, count as 0. Each warp does
-// it for itself, so that no barrier is needed.
-template <int kSlotsABlock>
-__device__ __forceinline__ void clear_unused(float* slots, int num_slots) {
-  const int end = (num_slots + kSlotsABlock - 1) / kSlotsABlock * kSlotsABlock;
-  for (int slot = num_slots + threadIdx.x % 32; slot < end; slot += 32) slots[slot] = 0.0f;
-  __syncwarp();
 }
 
 __device__ __forceinline__ float largest_of(const float* slots, int num_slots) {
@@ -96,7 +85,7 @@ __device__ __forceinline__ float largest_of(const float* slots, int num_slots) {
 
 // How warps hand their values to each other. Of a token each has two: a sum, then a maximum.
 struct SlotMemory {
-  alignas(16) float slots[2][kMaxSlots];
+  float slots[2][kMaxSlots];
   uint64_t arrived[2];
 };
 
@@ -119,7 +108,7 @@ class BlockExchange {
   SlotMemory& memory_;
 };
 
-// A cluster of up to 16 blocks a token; each gets every value.
+// A cluster of 2 to 32 blocks a token; each gets every value.
 class ClusterExchange {
  public:
   __device__ __forceinline__ explicit ClusterExchange(SlotMemory& memory) : memory_(memory) {}
@@ -134,6 +123,7 @@ class ClusterExchange {
         device::expect_messages(&memory_.arrived[which], num_slots * sizeof(float));
       }
     }
+    __syncwarp();
     device::cluster_arrive();
     device::cluster_wait();  // a block's shared memory can be written once the block runs
   }

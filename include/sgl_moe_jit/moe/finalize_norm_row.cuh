@@ -38,7 +38,7 @@ class NormRow {
 
   // What stands beside the routed rows.
   struct Sides {
-    Piece shared, residual, norm_weight;
+    Piece shared, residual;
   };
 
   // routed is p.sum without its shared row; see add.
@@ -77,9 +77,10 @@ class NormRow {
                                   : device::to_float(*reinterpret_cast<const Act*>(gate_));
   }
   __device__ __forceinline__ Sides sides(int ahead) const {
-    const Piece residual = load(residual_ + ahead, ahead);
-    const Piece shared = has_shared_ ? load(shared_ + ahead, ahead) : Piece{};
-    return {shared, residual, norm_weight(ahead)};
+    Sides v{};
+    v.residual = load(residual_ + ahead, ahead);
+    if (has_shared_) v.shared = load(shared_ + ahead, ahead);
+    return v;
   }
   __device__ __forceinline__ Piece norm_weight(int ahead) const {
     return load(norm_weight_ + ahead, ahead);

@@ -40,7 +40,6 @@ __global__ void __launch_bounds__(Shape::kMaxThreads, Shape::kMinBlocks)
     finalize_norm_wide_kernel(const FinalizeNormParams p) {
   using Row = NormRow<Act, Weight, kTopK, kQuantised, Shape::kVec, Shape::kRowsInFlight>;
   constexpr int kColumns = Row::kColumns;
-  constexpr int kSlotsABlock = kNormBlock / (32 * kColumns);
   const int64_t token = blockIdx.y + blockIdx.z * kNormTokensInY;
   if (token >= p.sum.num_tokens) return;
   extern __shared__ float4 held[];
@@ -51,7 +50,6 @@ __global__ void __launch_bounds__(Shape::kMaxThreads, Shape::kMinBlocks)
   // A warp leaves the loops as a whole, once its first lane is beyond the row.
   const int end = p.sum.hidden_dim - (first - threadIdx.x % 32 * kColumns);
   const int num_slots = (p.sum.hidden_dim + 32 * kColumns - 1) / (32 * kColumns);
-  clear_unused<kSlotsABlock>(memory.slots[0], num_slots);
   const FinalizeParams routed = without_shared(p.sum);
   Row row(p, routed, token, first);
   row.prefetch(0);
@@ -71,7 +69,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads, Shape::kMinBlocks)
     place += kColumns / 4 * blockDim.x;
     slot += blockDim.x / 32;
   }
-  const float total = total_of<kSlotsABlock>(exchange.wait(0), num_slots);
+  const float total = total_of<kColumns>(exchange.wait(0), num_slots);
   const float inv = math::inverse_rms(total, p.sum.hidden_dim, p.eps);
 
   float inverse_scale = 1.0f;

@@ -18,6 +18,8 @@ constexpr int kMaxTopK = 64;
 constexpr int64_t kMaxHiddenDim =
     1 << 23;  // 32768 blocks a token on the scalar path; a grid has 65535
 
+enum class WeightType : uint8_t { kFloat32, kBFloat16, kFloat16 };
+
 struct FinalizeParams {
   void* out;                // [T, H]
   const void* gemm2_out;    // [P, H_pad], rows grouped by expert
@@ -29,11 +31,12 @@ struct FinalizeParams {
   int64_t gemm2_stride;     // below 2^32 bytes
   int64_t shared_stride;
   int64_t num_tokens;
-  int64_t num_rows;     // P
-  int32_t hidden_dim;   // H
-  int32_t top_k;        // K, 1 to kMaxTopK
-  float routed_factor;  // multiplies the routed sum, never the shared row
-  bool gate_is_float;   // of gate_logits, where activations are not float32
+  int64_t num_rows;        // P
+  int32_t hidden_dim;      // H
+  int32_t top_k;           // K, 1 to kMaxTopK
+  float routed_factor;     // multiplies the routed sum, never the shared row
+  bool gate_is_float;      // of gate_logits, where activations are not float32
+  WeightType weight_type;  // of weights, for kernels that are not built for one
 };
 
 }  // namespace moe

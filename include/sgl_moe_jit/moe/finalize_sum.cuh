@@ -19,6 +19,9 @@ namespace moe {
 
 // The type of weights that are all 1 and not in memory.
 struct UnitWeight {};
+// Of weights whose type FinalizeParams tells at run time, or that are all 1: a branch before the
+// routing is there, for a quarter of the kernels to build.
+struct AnyWeight {};
 
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
@@ -37,13 +40,19 @@ class Routing {
     // With no more slots than lanes the rest repeat: no predicate, and nothing beyond the token.
     const int64_t slot = token * top_k_ + (kTopK > 0 && kTopK <= kWarp ? lane % kTopK : lane);
     row_of_ = p.row_of + slot;
-    weights_ = static_cast<const Weight*>(p.weights) + slot;
+    weights_ = static_cast<const char*>(p.weights);
+    if constexpr (kAny) {
+      type_ = p.weight_type;
+      if (weights_ != nullptr) weights_ += slot * (type_ == WeightType::kFloat32 ? 4 : 2);
+    } else {
+      weights_ += slot * static_cast<int64_t>(sizeof(Weight));
+    }
   }
 
   __device__ __forceinline__ void prefetch() const {
     if (threadIdx.x == 0) {
       device::prefetch_l2(row_of_);
-      if (!std::is_same_v<Weight, UnitWeight>) device::prefetch_l2(weights_);
+      if (!kUnit && (!kAny || weights_ != nullptr)) device::prefetch_l2(weights_);
     }
   }
 
@@ -74,16 +83,32 @@ class Routing {
     weight = -0.0f;
     if (kTwo && static_cast<int>(threadIdx.x % kWarp) + ahead >= top_k_) return;
     row = row_of_[ahead];
-    if constexpr (std::is_same_v<Weight, UnitWeight>) {
-      weight = 1.0f;
-    } else {
-      weight = device::to_float(weights_[ahead]);
-    }
+    weight = weight_at(ahead);
     if (row < 0) weight = -0.0f;
   }
 
+  __device__ __forceinline__ float weight_at(int ahead) const {
+    if constexpr (kUnit) {
+      return 1.0f;
+    } else if constexpr (kAny) {
+      if (weights_ == nullptr) return 1.0f;
+      if (type_ == WeightType::kFloat32) return at<float>(ahead);
+      return type_ == WeightType::kBFloat16 ? at<__nv_bfloat16>(ahead) : at<__half>(ahead);
+    } else {
+      return at<Weight>(ahead);
+    }
+  }
+  template <typename T>
+  __device__ __forceinline__ float at(int ahead) const {
+    return device::to_float(reinterpret_cast<const T*>(weights_)[ahead]);
+  }
+
+  static constexpr bool kUnit = std::is_same_v<Weight, UnitWeight>;
+  static constexpr bool kAny = std::is_same_v<Weight, AnyWeight>;
+
   const int32_t* row_of_;
-  const Weight* weights_;
+  const char* weights_;
+  WeightType type_;
   int top_k_;
   int32_t row_[1 + kTwo];
   float weight_[1 + kTwo];
@@ -159,7 +184,7 @@ class TokenSum {
       for (int k = 0; k < top_k; k += kRows) add_rows(k, acc);
     }
     // Intrinsics, so that the compiler fuses no product with a sum.
-    if (p_.routed_factor != 1.0f) {
+    if (p_.routed_factor != 1.0f && routing_.any()) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) acc[i] = __fmul_rn(acc[i], p_.routed_factor);
     }
