@@ -53,8 +53,8 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 	$(PINNED) -e '.[transformers]'
 	touch $@
 
-# The compiler from PyPI serves machines without a CUDA toolkit. Of flashinfer only the CUTLASS
-# headers are tested, so its dependencies stay away.
+# The compiler from PyPI serves machines without a CUDA toolkit. Of flashinfer the CUTLASS headers and
+# the functions' signatures are tested, which takes none of its dependencies.
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PINNED) -e '.[dev,nvcc]'
 	$(PINNED) --no-deps flashinfer-python

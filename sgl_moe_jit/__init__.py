@@ -13,49 +13,100 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from sgl_moe_jit.jit import cache_once, load_jit
-    from sgl_moe_jit.moe.config import ExpertWeights, MoEConfig
+    from sgl_moe_jit.moe.block import SharedExpertMoEBlock
+    from sgl_moe_jit.moe.config import MoEConfig
     from sgl_moe_jit.moe.deferred import (
         DeferredFinalizeOutput,
         deferred_finalize_context,
         finalize_output,
         is_deferred_finalize_enabled,
     )
-    from sgl_moe_jit.moe.runners import MoERunner, create_runner, register_runner
-    from sgl_moe_jit.moe.topk import StandardTopKOutput, TopKFormat
-    from sgl_moe_jit.ops import moe_finalize_fuse_shared
+    from sgl_moe_jit.moe.expert_weights import ExpertWeights
+    from sgl_moe_jit.moe.layer import FusedMoE
+    from sgl_moe_jit.moe.prepared_layer import PreparedMoE
+    from sgl_moe_jit.moe.router import Router
+    from sgl_moe_jit.moe.router_config import RouterConfig
+    from sgl_moe_jit.moe.routing import router_logits, select_experts
+    from sgl_moe_jit.moe.runner_config import RunnerConfig
+    from sgl_moe_jit.moe.runners import (
+        MoERunner,
+        RunnerPlan,
+        create_runner,
+        explain,
+        register_runner,
+    )
+    from sgl_moe_jit.moe.topk import (
+        BypassedTopKOutput,
+        PackedTopKOutput,
+        StandardTopKOutput,
+        TopKFormat,
+    )
+    from sgl_moe_jit.ops import (
+        moe_finalize_fuse_shared,
+        moe_finalize_fuse_shared_add_rmsnorm,
+        moe_finalize_fuse_shared_add_rmsnorm_fp8,
+    )
 
 _HOME = {
     "cache_once": "jit",
     "load_jit": "jit",
-    "ExpertWeights": "moe.config",
+    "ExpertWeights": "moe.expert_weights",
+    "FusedMoE": "moe.layer",
+    "PreparedMoE": "moe.prepared_layer",
+    "SharedExpertMoEBlock": "moe.block",
     "MoEConfig": "moe.config",
     "DeferredFinalizeOutput": "moe.deferred",
     "deferred_finalize_context": "moe.deferred",
     "finalize_output": "moe.deferred",
     "is_deferred_finalize_enabled": "moe.deferred",
     "MoERunner": "moe.runners",
+    "RunnerPlan": "moe.runners",
     "create_runner": "moe.runners",
+    "explain": "moe.runners",
     "register_runner": "moe.runners",
+    "Router": "moe.router",
+    "RouterConfig": "moe.router_config",
+    "RunnerConfig": "moe.runner_config",
+    "router_logits": "moe.routing",
+    "select_experts": "moe.routing",
+    "BypassedTopKOutput": "moe.topk",
+    "PackedTopKOutput": "moe.topk",
     "StandardTopKOutput": "moe.topk",
     "TopKFormat": "moe.topk",
     "moe_finalize_fuse_shared": "ops",
+    "moe_finalize_fuse_shared_add_rmsnorm": "ops",
+    "moe_finalize_fuse_shared_add_rmsnorm_fp8": "ops",
 }
 
 __all__ = [
+    "BypassedTopKOutput",
     "DeferredFinalizeOutput",
     "ExpertWeights",
+    "FusedMoE",
     "MoEConfig",
     "MoERunner",
+    "PackedTopKOutput",
+    "PreparedMoE",
+    "Router",
+    "RouterConfig",
+    "RunnerConfig",
+    "RunnerPlan",
+    "SharedExpertMoEBlock",
     "StandardTopKOutput",
     "TopKFormat",
     "cache_once",
     "create_runner",
     "deferred_finalize_context",
+    "explain",
     "finalize_output",
     "is_deferred_finalize_enabled",
     "load_jit",
     "moe_finalize_fuse_shared",
+    "moe_finalize_fuse_shared_add_rmsnorm",
+    "moe_finalize_fuse_shared_add_rmsnorm_fp8",
     "register_runner",
+    "router_logits",
+    "select_experts",
 ]
 
 

@@ -88,12 +88,14 @@ cudaError_t launch_shape(const FinalizeNormParams& p, int blocks, bool enable_pd
 template <typename Shape>
 cudaError_t launch_wide(const FinalizeNormParams& p, bool enable_pdl, cudaStream_t stream) {
   const auto kernel = finalize_norm_wide_kernel<Act, Weight, kTopK, kFp8, Shape>;
-  const int columns = Shape::kVec == 1 ? kNormLeaf : Shape::kVec;
-  const int64_t bytes = wide_bytes(p.sum.hidden_dim, columns, Shape::kMaxThreads);
+  constexpr int kColumns = Shape::kVec == 1 ? kNormLeaf : Shape::kVec;
+  const int64_t bytes = wide_bytes(p.sum.hidden_dim, kColumns, Shape::kMaxThreads);
   constexpr int64_t kWithoutAsking = 46 * 1024;  // of 48 KB a kernel may have, less its own
   if (bytes > kWithoutAsking) {
+    // The same for every width: another thread may ask between this and our launch.
+    constexpr int64_t kMost = wide_bytes(kMaxNormHidden, kColumns, Shape::kMaxThreads);
     const cudaError_t status = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kMost));
     if (status != cudaSuccess) return status;
   }
   return launch(kernel, p, 1, Shape::kMaxThreads, bytes, enable_pdl, stream);

@@ -32,9 +32,7 @@ def each(one: Callable[[NormInputs, int], NormCall]) -> Provider:
 
 def _build(top_ks: Sequence[int], fp8: bool) -> None:
     arch = current_arch()
-    parallel.run_all(
-        lambda top_k: load_spec(cuda_spec(torch.bfloat16, torch.float32, top_k, fp8, arch)), top_ks
-    )
+    parallel.run_all(lambda top_k: load_spec(cuda_spec(torch.bfloat16, top_k, fp8, arch)), top_ks)
 
 
 def ours(x: NormInputs, top_k: int) -> NormCall:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from sgl_moe_jit import env
@@ -64,8 +65,17 @@ def is_deferred_finalize_enabled() -> bool:
 
     Not traceable by ``torch.compile``: pass ``defer=`` explicitly in compiled code.
     """
+    return bool(requested_defer()) and env.ENABLE_DEFERRED_FINALIZE.get()
+
+
+def requested_defer() -> bool | None:
+    """Return the innermost request of this thread and task, or None where none is in force.
+
+    Whoever would defer on its own account can tell here a request not to from no request.
+    Not traceable by ``torch.compile``.
+    """
     requests = _requests.get()
-    return bool(requests) and requests[-1][0] and env.ENABLE_DEFERRED_FINALIZE.get()
+    return requests[-1][0] if requests else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +88,10 @@ class DeferredFinalizeOutput:
     T tokens, K experts a token, P permuted rows, H hidden size, H_pad >= H.
 
     Attributes:
-        gemm2_out: [P, H_pad] bfloat16 or float32. Rows no slot refers to may hold anything.
-        expert_weights: [T, K] float32 or bfloat16.
+        gemm2_out: [P, H_pad] bfloat16, float16 or float32. Rows no slot refers to may hold
+            anything.
+        expert_weights: [T, K] float32, bfloat16 or float16. None: all are 1, as when the rows were
+            scaled before.
         expanded_idx_to_permuted_idx: [T, K] or [T * K] int32; negative = no row.
         top_k: K.
         routed_scaling_factor: Factor still due on the routed sum; applied by :meth:`finalize`,
@@ -88,7 +100,7 @@ class DeferredFinalizeOutput:
     """
 
     gemm2_out: Tensor
-    expert_weights: Tensor
+    expert_weights: Tensor | None
     expanded_idx_to_permuted_idx: Tensor
     top_k: int
     routed_scaling_factor: float = 1.0
@@ -98,12 +110,14 @@ class DeferredFinalizeOutput:
         self,
         shared_output: Tensor | None = None,
         *,
+        shared_gate_logits: Tensor | None = None,
         enable_pdl: bool | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Return the weighted sum of the rows plus ``shared_output``: [T, H].
 
-        Arguments and errors are those of :func:`sgl_moe_jit.moe_finalize_fuse_shared`.
+        With ``shared_gate_logits`` each shared row is first multiplied by their sigmoid. Arguments
+        and errors are those of :func:`sgl_moe_jit.moe_finalize_fuse_shared`.
         """
         return moe_finalize_fuse_shared(
             self.gemm2_out,
@@ -113,6 +127,7 @@ class DeferredFinalizeOutput:
             self.top_k,
             enable_pdl,
             routed_scaling_factor=self.routed_scaling_factor,
+            shared_gate_logits=shared_gate_logits,
             hidden_dim=self.hidden_dim,
             out=out,
         )
@@ -134,27 +149,43 @@ class DeferredFinalizeOutput:
 
 
 def finalize_output(
-    output: Tensor | DeferredFinalizeOutput, shared_output: Tensor | None = None
+    output: Tensor | DeferredFinalizeOutput,
+    shared_output: Tensor | None = None,
+    *,
+    shared_gate_logits: Tensor | None = None,
 ) -> Tensor:
     """Finish a runner's answer, deferred or not, and add the shared expert's output once.
 
     Args:
         output: [T, H] tensor, or the un-finalized rows.
         shared_output: [T, H], or None.
+        shared_gate_logits: [T] or [T, 1], or None. The shared expert's gate before its sigmoid;
+            needs ``shared_output``.
 
     Returns:
-        [T, H]. One rounding when deferred; a finished tensor was rounded before the add.
+        [T, H]. One rounding when deferred; a finished tensor was rounded before the add, and a
+        gated shared row is rounded to its own dtype in between.
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: the shapes differ, or there are gate logits and no shared output.
         TypeError, ValueError: deferred, see :func:`sgl_moe_jit.moe_finalize_fuse_shared`.
     """
     if isinstance(output, DeferredFinalizeOutput):
-        return output.finalize(shared_output)
+        return output.finalize(shared_output, shared_gate_logits=shared_gate_logits)
     if shared_output is None:
+        if shared_gate_logits is not None:
+            raise ValueError("shared_gate_logits: expected None without shared_output")
         return output
     if shared_output.shape != output.shape:  # no broadcast: the fused op has none either
         raise ValueError(
             f"shared_output: expected {tuple(output.shape)}, got {tuple(shared_output.shape)}"
         )
+    if shared_gate_logits is not None:
+        if shared_gate_logits.numel() != output.shape[0]:
+            raise ValueError(
+                f"shared_gate_logits: expected [{output.shape[0]}] or [{output.shape[0]}, 1], got "
+                f"{tuple(shared_gate_logits.shape)}"
+            )
+        gate = torch.sigmoid(shared_gate_logits).reshape(-1, 1)
+        shared_output = (gate * shared_output).to(shared_output.dtype)
     return output + shared_output

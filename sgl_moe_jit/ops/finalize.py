@@ -22,6 +22,7 @@ from sgl_moe_jit.ops.library import (
 # Bound once: each look-up on the way to them costs what the call itself does.
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack  # all that make_fx(pre_dispatch=True) shows
 _tracing_state = torch._C._get_tracing_state
 _is_grad_enabled = torch.is_grad_enabled
 _is_inference_mode_enabled = torch.is_inference_mode_enabled
@@ -76,7 +77,7 @@ def moe_finalize_fuse_shared(
         [T, H], dtype of ``gemm2_out``. Accumulated in float32 by fused multiply-add in ascending k,
         rounded once: bitwise repeatable, equal on CUDA and CPU, and independent of the batch around
         the token. A token without rows gets its shared row bit for bit (gated: the rounded
-        product), or +0.
+        product), or +0. What kind of NaN comes of a NaN is the device's.
 
     Raises:
         TypeError: a dtype is not listed above, or an argument is of another kind.
@@ -99,7 +100,7 @@ def moe_finalize_fuse_shared(
     # What it misses cannot be exported to a kernel (sparse, meta and functorch tensors) or is
     # refused there (zeros without memory), and is looked at again below.
     if (
-        not (_is_dynamo_compiling() or _dispatch_modes() or _tracing_state())
+        not (_is_dynamo_compiling() or _dispatch_modes() or _function_modes() or _tracing_state())
         and type(gemm2_out) is Tensor
         and type(expanded_idx_to_permuted_idx) is Tensor
         and (expert_weights is None or type(expert_weights) is Tensor)
@@ -129,6 +130,7 @@ def moe_finalize_fuse_shared(
             kernel is not None
             and flags < FLAG_CHECK_INDICES
             and (expert_weights is None or not expert_weights.is_neg())
+            and (shared_gate_logits is None or not shared_gate_logits.is_neg())
         ):
             if enable_pdl is False:
                 flags &= ~FLAG_PDL
@@ -201,6 +203,8 @@ def _finalize(
         shared_gate_logits,
     )
     check_kinds(*tensors, top_k, enable_pdl, routed_scaling_factor, hidden_dim)
+    if not (out is None or isinstance(out, Tensor)):
+        raise TypeError(f"out: expected a Tensor or None, got {type(out).__name__}")
     refuse_forward_ad(OP, *tensors)
     direct = can_bypass_dispatcher(*tensors, out)
     if out is None:

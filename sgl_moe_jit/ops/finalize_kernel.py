@@ -34,10 +34,8 @@ CPP_TYPES = {
     torch.float32: ("float", "kFloat32"),
 }
 # Of weights; None: all are 1.
-WEIGHT_TYPES: dict[torch.dtype | None, tuple[str, str]] = {
-    **CPP_TYPES,
-    None: ("UnitWeight", "kNone"),
-}
+WEIGHT_TYPES: dict[torch.dtype | None, tuple[str, str]] = dict(CPP_TYPES.items())
+WEIGHT_TYPES[None] = ("UnitWeight", "kNone")
 # Slots known at compile time for the public models' top_k; any other count runs the generic loop.
 UNROLLED_TOP_K = (1, 2, 4, 6, 8, 10, 16)
 

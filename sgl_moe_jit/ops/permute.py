@@ -123,10 +123,8 @@ def _setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor])
 def _autograd(ctx: Any, grad: Tensor, *unused: Tensor | None) -> tuple[Any, ...]:
     (row_of,) = ctx.saved_tensors
     num_tokens, top_k = row_of.shape
-    if not 1 <= top_k <= _MAX_TOP_K_OF_FINALIZE or grad.dtype not in (
-        torch.bfloat16,
-        torch.float32,
-    ):
+    served = 1 <= top_k <= _MAX_TOP_K_OF_FINALIZE and grad.shape[1] > 0
+    if not served or grad.dtype not in (torch.bfloat16, torch.float32):
         wide = torch.promote_types(grad.dtype, torch.float32)
         total = torch.zeros(num_tokens, grad.shape[1], dtype=wide, device=grad.device)
         for k in range(top_k if grad.shape[0] else 0):

@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from sgl_moe_jit.moe.config import ExpertWeights
+from sgl_moe_jit.moe.expert_weights import ExpertWeights
 from sgl_moe_jit.moe.topk import StandardTopKOutput
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

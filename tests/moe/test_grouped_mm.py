@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sgl_moe_jit.errors import UnsupportedError
-from sgl_moe_jit.moe.config import MoEConfig
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput, finalize_output
+from sgl_moe_jit.moe.runner_config import RunnerConfig
 from sgl_moe_jit.moe.runners import create_runner, grouped_mm, select_runner
 from sgl_moe_jit.moe.topk import StandardTopKOutput, TopKFormat
 from tests.moe.runner_cases import (
@@ -189,7 +189,7 @@ def test_too_many_slots_are_refused():
 
 
 def config_of(**changes):
-    return replace(MoEConfig.of(make_weights(dtype=BF16)), **changes)
+    return replace(RunnerConfig.of(make_weights(dtype=BF16)), **changes)
 
 
 @pytest.mark.parametrize(
@@ -223,14 +223,14 @@ def test_an_old_torch_is_a_reason(monkeypatch):
 def test_which_formats_it_defers():
     runner = create_runner("grouped_mm", make_weights())
     assert runner.name == "grouped_mm" and not runner.mutates_input
-    assert runner.can_defer(TopKFormat.STANDARD) and not runner.can_defer(TopKFormat.BYPASSED)
+    assert all(runner.can_defer(topk_format) for topk_format in TopKFormat)
 
 
 def test_a_misaligned_view_of_the_weights_goes_to_native():
     weights = make_weights()
     storage = torch.empty(weights.up.numel() + 1)
     moved = replace(weights, up=storage[1:].view(weights.up.shape).copy_(weights.up))
-    assert select_runner("auto", MoEConfig.of(weights)).entry.name == "grouped_mm"
-    selection = select_runner("auto", MoEConfig.of(moved))
+    assert select_runner("auto", RunnerConfig.of(weights)).entry.name == "grouped_mm"
+    selection = select_runner("auto", RunnerConfig.of(moved))
     assert selection.entry.name == "native"
     assert selection.refused[0][0] == "grouped_mm" and "16 bytes" in selection.refused[0][1]

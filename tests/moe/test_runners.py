@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from sgl_moe_jit.errors import UnsupportedError
-from sgl_moe_jit.moe.config import MoEConfig
 from sgl_moe_jit.moe.deferred import (
     DeferredFinalizeOutput,
     deferred_finalize_context,
     finalize_output,
 )
+from sgl_moe_jit.moe.runner_config import RunnerConfig
 from sgl_moe_jit.moe.runners import create_runner, runner_names, select_runner
 from sgl_moe_jit.moe.topk import StandardTopKOutput
 from tests.moe.runner_cases import (
@@ -229,7 +229,7 @@ def test_no_tokens_still_give_zero_gradients(device, name, bias):
 
 def test_registry_and_auto():
     assert {"native", "grouped_mm"} <= set(runner_names())
-    assert select_runner("auto", MoEConfig.of(make_weights())).entry.name == "grouped_mm"
+    assert select_runner("auto", RunnerConfig.of(make_weights())).entry.name == "grouped_mm"
     with pytest.raises(ValueError, match="runner: expected one of auto, "):
         create_runner("cutlass", make_weights())
 
@@ -248,7 +248,7 @@ def test_registry_and_auto():
     ],
 )
 def test_auto_takes_native_and_says_why(weights, why):
-    selection = select_runner("auto", MoEConfig.of(weights))
+    selection = select_runner("auto", RunnerConfig.of(weights))
     assert selection.entry.name == "native"
     ((refused, reason),) = selection.refused
     assert refused == "grouped_mm"

@@ -43,9 +43,7 @@ def kernels_and_code(cuobjdump: Path, call: Call) -> list[tuple[Kernel, list[Ins
 
 def batches_of_the_target() -> list[object]:
     return [
-        pytest.param(batch, id=batch_id(batch))
-        for batch in all_batches()
-        if ARCH in batch[0].archs
+        pytest.param(batch, id=batch_id(batch)) for batch in all_batches() if ARCH in batch[0].archs
     ]
 
 

@@ -254,6 +254,8 @@ def test_an_argument_of_another_kind(change, text):
         replace(make(4, 8, 32), **change).run()
     with pytest.raises(TypeError, match="enable_pdl: expected True, False or None, got str"):
         make(4, 8, 32).run(enable_pdl="no")
+    with pytest.raises(TypeError, match="out: expected a Tensor or None, got list"):
+        make(4, 8, 32).run(out=[0])
 
 
 def test_a_width_beyond_the_grid_is_refused():

@@ -121,6 +121,10 @@ def test_zeros_without_memory_are_refused_and_negations_served_rightly(guess):
     assert_same_bits(
         replace(guess, weights=negated).run(), replace(guess, weights=-guess.weights).run()
     )
+    gated = make(6, 8, 256, device="cuda", gate=F32)
+    assert_same_bits(gated.run(), gated.run())
+    negated = torch._neg_view(gated.gate)
+    assert_same_bits(replace(gated, gate=negated).run(), replace(gated, gate=-gated.gate).run())
 
 
 def test_environment_switches_are_seen_by_the_next_call(guess, monkeypatch):

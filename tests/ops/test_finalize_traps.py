@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from sgl_moe_jit.ops import moe_finalize_fuse_shared
+from sgl_moe_jit.ops import finalize_kernel, moe_finalize_fuse_shared
 from tests.ops.finalize_cases import BF16, DEVICES, F32, assert_same_bits, make
 
 field_report = pytest.mark.field_report
@@ -73,6 +74,39 @@ def test_pending_negations_and_absent_storages_are_resolved():
     zeros = torch._efficientzerotensor(i.gemm2_out.shape)  # resolved to one expanded zero
     with pytest.raises(ValueError, match="gemm2_out: expected adjacent columns"):
         replace(i, gemm2_out=zeros).run()
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The calls in which the quick way asked its guess, which declines, for bfloat16 and top 2."""
+    calls = []
+
+    def decline(*args):
+        calls.append(args)
+
+    kernel = finalize_kernel.CudaKernel(write=decline, write_new=decline)
+    monkeypatch.setitem(finalize_kernel.LAST_KERNEL, 2, kernel)
+    monkeypatch.setitem(finalize_kernel.LAST_GATED_KERNEL, 2, kernel)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["weights", "gate"])
+def test_the_quick_way_leaves_pending_negations_to_the_dispatcher(name, asked):
+    i = make(4, 2, 16, gate=F32)
+    value = getattr(i, name)
+    got = replace(i, **{name: torch._neg_view(value)}).run()
+    assert asked == []  # a kernel would read the bits without the negation
+    assert_same_bits(got, replace(i, **{name: -value}).run())
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_the_quick_way_leaves_traced_calls_to_the_dispatcher(pre_dispatch, asked):
+    i = make(4, 2, 16)
+    graph = make_fx(lambda rows: replace(i, gemm2_out=rows).run(), pre_dispatch=pre_dispatch)(
+        i.gemm2_out
+    )
+    assert asked == [] and "moe_finalize_fuse_shared" in graph.code
 
 
 def test_the_gradient_of_a_gradient_is_clean_of_unreferenced_rows():

@@ -130,6 +130,15 @@ def test_gradient_is_the_sum_of_the_rows(dtype, ids):
     torch.testing.assert_close(grad.double(), want.to(dtype).double(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("top_k", "hidden_dim"), [(2, 0), (0, 8)])
+def test_gradient_of_rows_without_columns_or_slots(dtype, top_k, hidden_dim):
+    hidden = torch.randn(3, hidden_dim, dtype=dtype, requires_grad=True)
+    rows, _, _ = moe_permute(hidden, torch.zeros(3, top_k, dtype=torch.int32), 3)
+    (grad,) = torch.autograd.grad(rows.sum(), hidden)
+    assert torch.equal(grad, torch.zeros(3, hidden_dim, dtype=dtype))
+
+
 def test_gradcheck_and_second_gradient():
     ids = torch.tensor([[0, 2], [2, 1], [1, 0]])
     hidden = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)

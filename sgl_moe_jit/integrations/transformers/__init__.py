@@ -8,6 +8,9 @@ Importing this package registers the implementation ``"sgl_moe_jit"``::
 
     model.set_experts_implementation("sgl_moe_jit")  # any model that lets one choose
     report = fuse_shared_experts(model)  # where there are shared experts
+
+``load_block`` makes a :class:`~sgl_moe_jit.moe.block.SharedExpertMoEBlock` of one MoE module, and
+``load_experts`` a :class:`~sgl_moe_jit.moe.layer.FusedMoE` of its experts, on the same parameters.
 """
 
 from sgl_moe_jit.integrations.transformers.blocks import (
@@ -16,11 +19,14 @@ from sgl_moe_jit.integrations.transformers.blocks import (
     unfuse_shared_experts,
 )
 from sgl_moe_jit.integrations.transformers.experts import EXPERTS_IMPLEMENTATION, register
+from sgl_moe_jit.integrations.transformers.layer_loading import load_block, load_experts
 
 __all__ = [
     "EXPERTS_IMPLEMENTATION",
     "FusionReport",
     "fuse_shared_experts",
+    "load_block",
+    "load_experts",
     "register",
     "unfuse_shared_experts",
 ]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit.errors import UnsupportedError
-from sgl_moe_jit.moe.config import ExpertWeights
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
+from sgl_moe_jit.moe.expert_weights import ExpertWeights
 from sgl_moe_jit.moe.runners import create_runner
 from sgl_moe_jit.moe.topk import StandardTopKOutput
 

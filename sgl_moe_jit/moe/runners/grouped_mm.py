@@ -8,18 +8,21 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit.errors import UnsupportedError
-from sgl_moe_jit.moe.config import ExpertWeights, MoEConfig
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
+from sgl_moe_jit.moe.expert_weights import ExpertWeights
+from sgl_moe_jit.moe.runner_config import RunnerConfig
 from sgl_moe_jit.moe.runners.base import (
     RunnerEntry,
     Support,
+    as_standard,
     can_finalize,
     check_topk,
     register_runner,
     wants_defer,
+    weigh_input,
 )
 from sgl_moe_jit.moe.runners.weighted_sum import weighted_sum
-from sgl_moe_jit.moe.topk import StandardTopKOutput, TopKFormat
+from sgl_moe_jit.moe.topk import TopKFormat, TopKOutput
 from sgl_moe_jit.ops.activation import silu_and_mul
 from sgl_moe_jit.ops.grouped_mm import grouped_mm
 from sgl_moe_jit.ops.permute import MAX_EXPERTS, moe_permute
@@ -33,7 +36,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def supports(config: MoEConfig) -> Support:
+def supports(config: RunnerConfig) -> Support:
     """Say whether this runner can serve a layer. Starts nothing; asks the driver on CUDA only."""
 
     def no(why: str) -> Support:
@@ -87,15 +90,15 @@ class GroupedMMRunner:
 
     def __init__(self, weights: ExpertWeights, *, fused_activation: bool = True) -> None:
         self._weights = weights
-        self._config = MoEConfig.of(weights)
+        self._config = RunnerConfig.of(weights)
         support = supports(self._config)
         if not support.ok:
             raise UnsupportedError(f"runner 'grouped_mm' cannot serve this layer: {support.why}")
         self._fused_activation = fused_activation and weights.is_silu_and_mul
 
     def can_defer(self, topk_format: TopKFormat) -> bool:
-        """Return whether the format is ``STANDARD``."""
-        return topk_format is TopKFormat.STANDARD
+        """Return True: other formats are converted first."""
+        return True
 
     def _input(self, hidden_states: Tensor) -> Tensor:
         dtype, expected = hidden_states.dtype, self._config.dtype
@@ -109,17 +112,24 @@ class GroupedMMRunner:
             f"got {_name(dtype)}; convert one of them with .to(), or use autocast"
         )
 
-    def _expert_rows(self, x: Tensor, expert_offsets: Tensor) -> Tensor:
-        """Return the experts' outputs [P, H] for permuted rows [P, H].
+    def _expert_rows(self, hidden_states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts' outputs [P, H], and each slot's row among them.
+
+        Each stage's input is let go before the next stage asks for memory: at most H + 2I elements
+        a row are alive (or 3I, or I + H), where all stages together have 2H + 3I.
 
         Rows without a slot hold leftovers, here and in the gradient. They stay in their rows while
         only GEMMs and elementwise code see them; a parameter applied to every row would sum them
         into its gradient, and 0 * NaN is NaN. So with gradients on they are cleared around it.
         """
         weights = self._weights
+        x, row_of, expert_offsets = moe_permute(hidden_states, ids, self._config.num_experts)
+        num_rows, dtype, device = x.shape[0], x.dtype, x.device
+        if not num_rows:
+            return self._no_rows(x), row_of
 
         def row_numbers() -> Tensor:
-            return torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+            return torch.arange(num_rows, dtype=torch.int32, device=device)
 
         def clean(rows: Tensor) -> Tensor:
             if not torch.is_grad_enabled():
@@ -136,15 +146,17 @@ class GroupedMMRunner:
         up_out = add_bias(
             grouped_mm(x, weights.up_as_input_major(), expert_offsets), weights.up_bias
         )
+        del x
         if self._fused_activation:
             hidden = silu_and_mul(up_out)
         else:
-            hidden = clean(weights.activation(clean(up_out)).to(x.dtype))
+            hidden = clean(weights.activation(clean(up_out)).to(dtype))
+        del up_out
         rows = grouped_mm(hidden, weights.down_as_input_major(), expert_offsets)
         rows = add_bias(rows, weights.down_bias)
         if weights.post_expert_norm is not None:
-            rows = clean(weights.post_expert_norm(clean(rows)).to(x.dtype))
-        return rows
+            rows = clean(weights.post_expert_norm(clean(rows)).to(dtype))
+        return rows, row_of
 
     def _no_rows(self, x: Tensor) -> Tensor:
         """Return the outputs [0, H] of no rows, tied to every parameter.
@@ -164,7 +176,7 @@ class GroupedMMRunner:
         return rows
 
     def run(
-        self, hidden_states: Tensor, topk_output: StandardTopKOutput, *, defer: bool | None = None
+        self, hidden_states: Tensor, topk_output: TopKOutput, *, defer: bool | None = None
     ) -> Tensor | DeferredFinalizeOutput:
         """See :class:`MoERunner`. Does not synchronise with the device for top_k 1 to 64.
 
@@ -174,26 +186,29 @@ class GroupedMMRunner:
             TypeError: ``hidden_states`` are not of the weights' dtype, without autocast.
             ValueError: T * K is 2^31 or more: torch's offsets are int32.
         """
-        check_topk(hidden_states, topk_output, self._config.hidden_dim)
+        choice = as_standard(topk_output)
+        check_topk(hidden_states, choice, self._config.hidden_dim)
         deferred = wants_defer(defer)
-        ids, expert_weights = topk_output.topk_ids, topk_output.topk_weights
-        x, row_of, offsets = moe_permute(self._input(hidden_states), ids, self._config.num_experts)
+        hidden_states, choice = weigh_input(hidden_states, choice)
+        ids, expert_weights = choice.topk_ids, choice.topk_weights
         if expert_weights.dtype not in _DTYPES:
             expert_weights = expert_weights.float()
-        rows = self._expert_rows(x, offsets) if x.shape[0] else self._no_rows(x)
+        rows, row_of = self._expert_rows(self._input(hidden_states), ids)
         if not can_finalize(ids.shape[1]):
             slots = (row_of.reshape(-1) >= 0).nonzero().squeeze(1)
             present = rows[row_of.reshape(-1)[slots].long()]
-            return weighted_sum(present, slots, topk_output)
+            return weighted_sum(present, slots, choice)
         output = DeferredFinalizeOutput(
             gemm2_out=rows,
             expert_weights=expert_weights.contiguous(),
             expanded_idx_to_permuted_idx=row_of,
             top_k=ids.shape[1],
-            routed_scaling_factor=topk_output.routed_scaling_factor,
+            routed_scaling_factor=choice.routed_scaling_factor,
             hidden_dim=self._config.hidden_dim,
         )
         return output if deferred else output.finalize()
 
 
-register_runner(RunnerEntry("grouped_mm", supports, GroupedMMRunner))
+register_runner(
+    RunnerEntry("grouped_mm", supports, GroupedMMRunner, deferral=lambda *_: Support(True))
+)

@@ -7,18 +7,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sgl_moe_jit.moe.config import ExpertWeights, MoEConfig
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
+from sgl_moe_jit.moe.expert_weights import ExpertWeights
+from sgl_moe_jit.moe.runner_config import RunnerConfig
 from sgl_moe_jit.moe.runners.base import (
     RunnerEntry,
     Support,
+    as_standard,
     can_finalize,
     check_topk,
     register_runner,
     wants_defer,
+    weigh_input,
 )
 from sgl_moe_jit.moe.runners.weighted_sum import weighted_sum
-from sgl_moe_jit.moe.topk import StandardTopKOutput, TopKFormat
+from sgl_moe_jit.moe.topk import TopKFormat, TopKOutput
 
 _DEFERRABLE = (torch.bfloat16, torch.float32)
 
@@ -35,6 +38,14 @@ def _expert_rows(weights: ExpertWeights, expert: int, x: Tensor) -> Tensor:
     return rows if weights.post_expert_norm is None else weights.post_expert_norm(rows)
 
 
+def _deferral(config: RunnerConfig, topk_format: TopKFormat) -> Support:
+    if config.dtype not in _DEFERRABLE:
+        return Support(False, f"dtype: the fused op takes bfloat16 and float32, got {config.dtype}")
+    if config.device.type not in ("cpu", "cuda"):
+        return Support(False, f"device: the fused op needs cpu or cuda, got {config.device.type}")
+    return Support(True)
+
+
 class NativeRunner:
     """Runs a layer's experts in plain torch; the reference for every other runner.
 
@@ -47,23 +58,21 @@ class NativeRunner:
 
     def __init__(self, weights: ExpertWeights) -> None:
         self._weights = weights
-        self._config = MoEConfig.of(weights)
+        self._config = RunnerConfig.of(weights)
 
     def can_defer(self, topk_format: TopKFormat) -> bool:
-        """Return whether the fused op takes this layer's dtype and device."""
-        return (
-            topk_format is TopKFormat.STANDARD
-            and self._config.dtype in _DEFERRABLE
-            and self._config.device.type in ("cpu", "cuda")
-        )
+        """Return whether the fused op takes this layer's dtype and device; any format will do."""
+        return _deferral(self._config, topk_format).ok
 
     def run(
-        self, hidden_states: Tensor, topk_output: StandardTopKOutput, *, defer: bool | None = None
+        self, hidden_states: Tensor, topk_output: TopKOutput, *, defer: bool | None = None
     ) -> Tensor | DeferredFinalizeOutput:
         """See :class:`MoERunner`. Synchronises with the device once an expert."""
-        check_topk(hidden_states, topk_output, self._config.hidden_dim)
-        ids = topk_output.topk_ids.reshape(-1)
-        top_k = topk_output.topk_ids.shape[1]
+        choice = as_standard(topk_output)
+        check_topk(hidden_states, choice, self._config.hidden_dim)
+        hidden_states, choice = weigh_input(hidden_states, choice)
+        ids = choice.topk_ids.reshape(-1)
+        top_k = choice.topk_ids.shape[1]
         parts: list[Tensor] = []
         slots: list[Tensor] = []
         for expert in range(self._config.num_experts):
@@ -77,22 +86,24 @@ class NativeRunner:
         else:  # no token here: no row, yet a gradient of zero for every parameter and input
             rows = _expert_rows(self._weights, 0, hidden_states[:0])
             slot_of_row = ids.new_empty(0, dtype=torch.int64)
-        can_defer = self.can_defer(topk_output.format) and can_finalize(top_k)
+        can_defer = self.can_defer(choice.format) and can_finalize(top_k)
         if not (wants_defer(defer) and can_defer):
-            return weighted_sum(rows, slot_of_row, topk_output)
+            return weighted_sum(rows, slot_of_row, choice)
         row_of = torch.full_like(ids, -1, dtype=torch.int32)
         row_of[slot_of_row] = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-        weights = topk_output.topk_weights
+        weights = choice.topk_weights
         if weights.dtype not in _DEFERRABLE:
             weights = weights.float()
         return DeferredFinalizeOutput(
             gemm2_out=rows,
             expert_weights=weights.contiguous(),
-            expanded_idx_to_permuted_idx=row_of.view(topk_output.topk_ids.shape),
+            expanded_idx_to_permuted_idx=row_of.view(choice.topk_ids.shape),
             top_k=top_k,
-            routed_scaling_factor=topk_output.routed_scaling_factor,
+            routed_scaling_factor=choice.routed_scaling_factor,
             hidden_dim=self._config.hidden_dim,
         )
 
 
-register_runner(RunnerEntry("native", lambda config: Support(True), NativeRunner))
+register_runner(
+    RunnerEntry("native", lambda config: Support(True), NativeRunner, deferral=_deferral)
+)

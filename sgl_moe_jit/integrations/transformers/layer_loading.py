@@ -1,0 +1,174 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""From a transformers MoE block to this library's, on the same parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from sgl_moe_jit.errors import UnsupportedError
+from sgl_moe_jit.integrations.transformers.block_table import (
+    PLAIN,
+    SUPPORTED,
+    forward_is_known,
+    modeling_module,
+)
+from sgl_moe_jit.integrations.transformers.experts import expert_weights
+from sgl_moe_jit.moe.activation_kinds import SwiGlu
+from sgl_moe_jit.moe.block import SharedExpertMoEBlock
+from sgl_moe_jit.moe.layer import FusedMoE
+from sgl_moe_jit.moe.topk import StandardTopKOutput
+
+# Blocks without shared experts: class name -> model folder. Their forward is router, then experts.
+ROUTED_ONLY = {
+    "FlexOlmoSparseMoeBlock": "flex_olmo",
+    "OlmoeSparseMoeBlock": "olmoe",
+    "Qwen3MoeSparseMoeBlock": "qwen3_moe",
+    "Qwen3OmniMoeThinkerTextSparseMoeBlock": "qwen3_omni_moe",
+    "Qwen3VLMoeTextSparseMoeBlock": "qwen3_vl_moe",
+}
+_ROUTED_NAMES = frozenset({"shape", "view", "reshape", "gate", "experts"})
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def read_gate(output: tuple[Tensor, Tensor, Tensor]) -> StandardTopKOutput:
+    """Turn what a transformers router returns, (logits, weights, ids), into a router's output.
+
+    Weights hold the model's factor already.
+    """
+    _, weights, ids = output
+    return StandardTopKOutput(weights, ids)
+
+
+def _describe(module: torch.nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _refuse_hooks(module: torch.nn.Module) -> None:
+    """Refuse what would no longer run: the module's own call is not made any more."""
+    name = _describe(module)
+    if "forward" in module.__dict__:
+        raise UnsupportedError(f"{name}: expected its own forward, got one set on the instance")
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        raise UnsupportedError(f"{name}: expected no hooks, which would be lost; remove them first")
+
+
+def load_experts(experts: torch.nn.Module, **options: Any) -> FusedMoE:
+    """Return a ``FusedMoE`` on the parameters of a transformers experts module.
+
+    The parameters are the same objects under the same names: nothing is copied, and a state dict of
+    the one fits the other. Load adapters afterwards, on this module.
+
+    Args:
+        experts: Of a class decorated with transformers' ``use_experts_implementation``.
+        **options: Of :class:`FusedMoE`: runner, expert_range, groups.
+
+    Raises:
+        UnsupportedError: see :func:`expert_weights`; or the module has hooks, a patched forward,
+            or is one rank's part under transformers' expert parallelism (which works by hooks).
+    """
+    weights = expert_weights(experts)
+    _refuse_hooks(experts)
+    if getattr(experts, "_is_expert_parallel", False):
+        raise UnsupportedError(
+            f"{_describe(experts)}._is_expert_parallel: expected False, got True; load the whole "
+            "layer and pass expert_range and ep_group"
+        )
+    if weights.is_silu_and_mul:  # the same function, without a hold on the old module
+        weights = replace(weights, activation=SwiGlu())
+    return FusedMoE(weights, **options)
+
+
+def _gate(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return hidden_states, hidden_states[:, :2] * 0.75, hidden_states[:, 2:] * 1.25
+
+
+def _experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    return hidden_states * top_k_weights.sum(-1, True) + top_k_index.sum(-1, True)
+
+
+def routed_forward_is_known(cls: Any) -> bool:
+    """Whether a block's stock forward returns what its experts return, and does no more.
+
+    Like :func:`forward_is_known`: by the names it refers to, and by one run with stand-ins.
+    """
+    code = getattr(cls.forward, "__code__", None)
+    if code is None or set(code.co_names) != _ROUTED_NAMES or code.co_argcount != 2:
+        return False
+    x = torch.arange(1, 25, dtype=torch.float64, device="cpu").sin().view(2, 3, 4)
+    flat, weights, ids = _gate(x.view(-1, 4))
+    expected = _experts(flat, ids, weights).view(x.shape)
+    try:
+        got = cls.forward(SimpleNamespace(gate=_gate, experts=_experts), x)
+        return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-12, atol=0)
+    except Exception:  # of any kind: it asks its children for something else
+        return False
+
+
+def _shared_of(block: Any) -> dict[str, Any]:
+    """Return the block's shared experts and their gate as arguments of ours.
+
+    Raises:
+        UnsupportedError: the block's class, or its forward in this version, is not known.
+    """
+    cls, name = type(block), _describe(block)
+    known = f"{', '.join(sorted((*SUPPORTED, *ROUTED_ONLY)))} of transformers"
+    if cls.__name__ in ROUTED_ONLY:
+        folder = ROUTED_ONLY[cls.__name__]
+        home = f"transformers.models.{folder}.modeling_{folder}"
+        is_known = cls.__module__ == home and routed_forward_is_known(cls)
+    elif cls.__name__ in SUPPORTED:
+        home = modeling_module(cls.__name__)
+        is_known = cls.__module__ == home and forward_is_known(cls, SUPPORTED[cls.__name__][1])
+    else:
+        raise UnsupportedError(f"block: expected one of {known}, got {name}")
+    if cls.__module__ != home:
+        raise UnsupportedError(f"block: expected {home}.{cls.__name__}, got {name}")
+    if not is_known:
+        raise UnsupportedError(
+            f"{name}.forward of this transformers version is not the one known here"
+        )
+    if cls.__name__ in ROUTED_ONLY:
+        return {}
+    if SUPPORTED[cls.__name__][1] is PLAIN:
+        return {"shared_experts": block.shared_experts}
+    return {
+        "shared_experts": block.shared_expert,
+        "shared_expert_gate": block.shared_expert_gate,
+    }
+
+
+def load_block(block: torch.nn.Module, **options: Any) -> SharedExpertMoEBlock:
+    """Return a ``SharedExpertMoEBlock`` that computes what a transformers MoE block does.
+
+    Router, shared experts and their gate are the block's own modules, so their hooks and adapters
+    keep working; expert parameters are the same objects. Put it where the block was::
+
+        layer.mlp = load_block(layer.mlp)
+
+    Known are DeepSeek-V2/V3 (Kimi-K2 has the latter's class), GLM-4-MoE, Qwen2-MoE and the others
+    of ``block_table``, and blocks without shared experts (Qwen3-MoE).
+
+    Args:
+        block: The block. Undo ``fuse_shared_experts`` first.
+        **options: runner, expert_range, tp_group and ep_group of :class:`FusedMoE`; the rest of
+            :class:`SharedExpertMoEBlock`.
+
+    Raises:
+        UnsupportedError: the block is not known, or has hooks or a patched forward; says why. See
+            also :func:`load_experts`.
+    """
+    shared = _shared_of(block)
+    _refuse_hooks(block)
+    names = ("runner", "expert_range", "tp_group", "ep_group")
+    for_experts = {name: options.pop(name) for name in names if name in options}
+    stock = cast("Any", block)
+    experts = load_experts(stock.experts, **for_experts)
+    loaded = SharedExpertMoEBlock(stock.gate, experts, **shared, read_gate=read_gate, **options)
+    loaded.training = block.training
+    return loaded

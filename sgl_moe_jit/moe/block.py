@@ -1,0 +1,273 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""``SharedExpertMoEBlock``: router, routed experts and shared experts, finished in one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_moe_jit import env
+from sgl_moe_jit.moe import block_facts as find
+from sgl_moe_jit.moe.block_finish import SharedOutput, finish
+from sgl_moe_jit.moe.block_gates import (
+    BlockExplanation,
+    BlockFacts,
+    BlockPlan,
+    StreamFacts,
+    make_plan,
+)
+from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput, requested_defer
+from sgl_moe_jit.moe.expert_slice import ReduceGroups
+from sgl_moe_jit.moe.layer_base import MoELayer
+from sgl_moe_jit.moe.runners.base import MoERunner
+from sgl_moe_jit.moe.shared_order import Order
+from sgl_moe_jit.moe.streams import Fork
+from sgl_moe_jit.moe.topk import TopKOutput
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call: its input [T, H], and what is known before the router ran.
+
+    Attributes:
+        x: The input.
+        no_shared: Why no shared experts run; empty when they do.
+        runner: Of a layer of this library.
+        mutates_input: Whether it may overwrite ``x``.
+        defer: The caller's argument.
+        stream: None in traced code.
+    """
+
+    x: Tensor
+    no_shared: str
+    runner: MoERunner | None
+    mutates_input: bool
+    defer: bool | None
+    stream: StreamFacts | None
+
+
+class SharedExpertMoEBlock(torch.nn.Module):
+    """An MoE block with shared experts, as in DeepSeek-V2/V3, Kimi-K2, GLM-4 and Qwen2-MoE.
+
+    ``y = routed(x) + shared(x)``, or with a gate ``y = routed(x) + sigmoid(gate(x)) * shared(x)``.
+    Where nothing stands against it, the experts hand over their rows un-finalized and one kernel
+    sums them and adds the shared output. :meth:`explain` says how the last call ran, and why not in
+    another way.
+
+    All parts are called as modules, with the hidden states as [T, H]: hooks fire, adapters work.
+    A runner that declares ``mutates_input`` overwrites the block's input too.
+
+    Args:
+        gate: From [T, H] to a router's output: a ``Router``, another module, or a function.
+        experts: A ``FusedMoE`` or ``PreparedMoE``; anything else that maps ([T, H], router output)
+            to [T, H] works too, but cannot defer. With ``reduce_results`` off: the block reduces.
+        shared_experts: From [T, H] to [T, H], or None.
+        shared_expert_gate: From [T, H] to [T, 1] logits, or None. It sees the block's own input.
+        read_gate: Turns what ``gate`` returns into a router's output; None: it is one.
+        shared_is_replicated: Whether every rank of the experts' groups holds the whole shared
+            experts. False: each holds a slice, and their outputs sum up.
+        shared_is_fused: Whether the shared experts are among the routed ones, as extra slots. Then
+            ``shared_experts`` is never called.
+        reduce_results: Whether to sum the result over the experts' groups. A caller that does so
+            itself leaves it off: replicated shared experts then run on the first rank alone.
+        dual_stream: Whether :meth:`forward` gives the shared experts a stream of their own. None:
+            inside a CUDA graph capture.
+        shared_width: For the memory model: elements a token that the shared experts hold at once.
+            None: read off their matrices.
+
+    Raises:
+        ValueError: arguments contradict each other.
+    """
+
+    def __init__(
+        self,
+        gate: Callable[[Tensor], Any],
+        experts: Callable[..., Any],
+        shared_experts: Callable[[Tensor], Tensor] | None = None,
+        shared_expert_gate: Callable[[Tensor], Tensor] | None = None,
+        *,
+        read_gate: Callable[[Any], TopKOutput] | None = None,
+        shared_is_replicated: bool = False,
+        shared_is_fused: bool = False,
+        reduce_results: bool = False,
+        dual_stream: bool | None = None,
+        shared_width: int | None = None,
+    ) -> None:
+        super().__init__()
+        if shared_expert_gate is not None and shared_experts is None:
+            raise ValueError("shared_expert_gate: expected None without shared_experts")
+        if getattr(experts, "reduce_results", False):
+            raise ValueError(
+                "experts: expected reduce_results=False, since their output is reduced after the "
+                "shared output is added; pass reduce_results to the block"
+            )
+        self.groups: ReduceGroups = getattr(experts, "groups", None) or ReduceGroups(None, None)
+        if reduce_results and not self.groups.given:
+            raise ValueError("reduce_results: expected experts with a tp_group or an ep_group")
+        self.gate, self.experts = gate, experts
+        self.shared_experts, self.shared_expert_gate = shared_experts, shared_expert_gate
+        self.read_gate = read_gate
+        self.shared_is_replicated, self.shared_is_fused = shared_is_replicated, shared_is_fused
+        self.reduce_results, self.dual_stream = reduce_results, dual_stream
+        self.shared_width = shared_width
+        self._known_width = (0, 0)  # (id of the shared experts, their width)
+        self.last_plan: BlockPlan | None = None
+
+    def forward(self, hidden_states: Tensor, *, defer: bool | None = None) -> Tensor:
+        """Run the block, on one stream or two.
+
+        Args:
+            hidden_states: [..., H].
+            defer: False: the runner finishes its own output. True: defer wherever possible, at any
+                cost in memory. None: as the innermost ``deferred_finalize_context`` asks, if there
+                is one and the code is not traced; else as the gates and the memory model say.
+
+        Returns:
+            Like ``hidden_states``; with a group and without ``reduce_results`` this rank's part.
+
+        Raises:
+            TypeError: ``gate`` does not return a router's output.
+            TypeError, ValueError, RuntimeError: see :meth:`MoELayer.forward`.
+        """
+        return self._run(hidden_states, defer, self.dual_stream)
+
+    def forward_normal(self, hidden_states: Tensor, *, defer: bool | None = None) -> Tensor:
+        """Run on the current stream; arguments as in :meth:`forward`.
+
+        The shared experts run first when the runner overwrites its input; else in the order that
+        the memory model prefers, as a rule last: routed workspace and shared activations are then
+        never alive together. Both orders give the same bits.
+        """
+        return self._run(hidden_states, defer, False)
+
+    def forward_normal_dual_stream(
+        self, hidden_states: Tensor, *, defer: bool | None = None
+    ) -> Tensor:
+        """Run the shared experts on the alternate stream; arguments as in :meth:`forward`.
+
+        Router and routed experts stay on the current stream and are issued first, so that the
+        finalize follows the experts' last kernel there. Where a second stream is refused (see
+        :meth:`explain`) this is :meth:`forward_normal`.
+        """
+        return self._run(hidden_states, defer, True)
+
+    def explain(self) -> BlockExplanation:
+        """Return how the last call outside traced code ran, and the experts' runner."""
+        experts = str(self.experts.explain()) if isinstance(self.experts, MoELayer) else ""
+        return BlockExplanation(self.last_plan, experts)
+
+    def _run(self, hidden_states: Tensor, defer: bool | None, dual_stream: bool | None) -> Tensor:
+        x = find.adjacent_columns(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        no_shared = self._no_shared(x)
+        runner = find.runner_of(self.experts)
+        mutates = find.mutates_input(self.experts, runner)
+        stream = None
+        if not torch.compiler.is_compiling():
+            capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+            stream = StreamFacts(
+                dual_stream, x.device.type, capturing, find.needs_grad(self, x), mutates, no_shared
+            )
+        call = _Call(x, no_shared, runner, mutates, defer, stream)
+        y = self._on_two_streams(call) if stream is not None and stream.ok else self._on_one(call)
+        return y.reshape(hidden_states.shape)
+
+    def _on_one(self, call: _Call) -> Tensor:
+        x, shared = call.x, None
+        if call.mutates_input and not call.no_shared:
+            shared = self._shared(x)
+        topk_output = self._route(x)
+        order, deferred = self._decide(call, topk_output)
+        if shared is None and not call.no_shared and order is Order.SHARED_FIRST:
+            shared = self._shared(x)
+        routed = self._routed(x, topk_output, deferred)
+        if shared is None and not call.no_shared:
+            shared = self._shared(x)
+        return self._finish(routed, shared, x)
+
+    def _on_two_streams(self, call: _Call) -> Tensor:
+        x = call.x
+        with Fork(x.device, x) as fork:
+            topk_output = self._route(x)
+            _, deferred = self._decide(call, topk_output)
+            routed = self._routed(x, topk_output, deferred)
+            with fork.alternate():
+                shared = self._shared(x)
+        fork.hand_over(shared.output, shared.logits)
+        return self._finish(routed, shared, x)
+
+    def _no_shared(self, x: Tensor) -> str:
+        """Return why no shared experts run in this call; empty when they do."""
+        if self.shared_is_fused:
+            return "fused into the routed experts"
+        if self.shared_experts is None:
+            return "none"
+        # With gradients they do run: a rank without tokens owes zeros, not none.
+        if x.shape[0] == 0 and not find.needs_grad(self, x):
+            return "no tokens"
+        if self.shared_is_replicated and not self.reduce_results and not self.groups.is_first_rank:
+            return "replicated, and added on the first rank of the group"
+        return ""
+
+    @property
+    def _adds_late(self) -> bool:
+        return self.shared_is_replicated and self.reduce_results and self.groups.size > 1
+
+    def _shared(self, x: Tensor) -> SharedOutput:
+        assert self.shared_experts is not None  # asked for in _no_shared
+        output = self.shared_experts(x)
+        gate = self.shared_expert_gate
+        return SharedOutput(output, None if gate is None else gate(x))
+
+    def _route(self, x: Tensor) -> TopKOutput:
+        output = self.gate(x)
+        return find.checked_topk(output if self.read_gate is None else self.read_gate(output))
+
+    def _routed(
+        self, x: Tensor, topk_output: TopKOutput, deferred: bool
+    ) -> Tensor | DeferredFinalizeOutput:
+        if deferred:
+            return self.experts(x, topk_output, defer=True)  # type: ignore[no-any-return]
+        return self.experts(x, topk_output)  # type: ignore[no-any-return]
+
+    def _finish(
+        self, routed: Tensor | DeferredFinalizeOutput, shared: SharedOutput | None, x: Tensor
+    ) -> Tensor:
+        groups = self.groups if self.reduce_results else None
+        return finish(routed, shared, x, reduce_over=groups, add_late=self._adds_late)
+
+    def _width(self, x: Tensor) -> int:
+        if self.shared_width is not None:
+            return self.shared_width
+        shared = self.shared_experts
+        if self._known_width[0] != id(shared):
+            self._known_width = id(shared), find.shared_width(shared, x.shape[1])
+        return self._known_width[1]
+
+    def _decide(self, call: _Call, topk_output: TopKOutput) -> tuple[Order, bool]:
+        """Return the order, and whether to ask for un-finalized rows."""
+        support = find.deferral_support(self.experts, call.runner, topk_output.format)
+        refusal = find.experts_refusal(self.experts)
+        if call.stream is None:  # traced: a plan's texts would turn sizes into constants
+            order = Order.SHARED_FIRST if call.mutates_input else Order.ROUTED_FIRST
+            possible = support.ok and not refusal and not call.no_shared and not self._adds_late
+            return order, possible and call.defer is not False
+        facts = BlockFacts(
+            shape=find.shape_of(
+                self.experts, call.x, find.top_k_of(topk_output), self._width(call.x)
+            ),
+            add_late=self._adds_late,
+            topk_format=topk_output.format,
+            support=support,
+            experts_refusal=refusal,
+            requested=requested_defer() if call.defer is None else call.defer,
+            enabled=env.ENABLE_DEFERRED_FINALIZE.get(),
+            max_tokens=env.DEFERRED_FINALIZE_MAX_TOKENS.get(),
+            stream=call.stream,
+        )
+        self.last_plan = plan = make_plan(facts)
+        return plan.order, plan.deferred

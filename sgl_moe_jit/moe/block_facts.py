@@ -1,0 +1,117 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a block finds out about its parts before a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sgl_moe_jit.moe.layer_base import MoELayer
+from sgl_moe_jit.moe.runners.base import MoERunner, Support
+from sgl_moe_jit.moe.shared_order import BlockShape, shared_width_of
+from sgl_moe_jit.moe.topk import (
+    BypassedTopKOutput,
+    PackedTopKOutput,
+    StandardTopKOutput,
+    TopKFormat,
+    TopKOutput,
+)
+
+_hooks = torch.nn.modules.module
+
+
+def adjacent_columns(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` as kernels read it; a copy only where columns lie apart."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def checked_topk(topk_output: Any) -> TopKOutput:
+    """Return a router's output, or say what a gate has to return instead.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(topk_output, (StandardTopKOutput, BypassedTopKOutput, PackedTopKOutput)):
+        return topk_output
+    raise TypeError(
+        "gate: expected a StandardTopKOutput, BypassedTopKOutput or PackedTopKOutput, got "
+        f"{type(topk_output).__name__}; pass read_gate= to turn one into the other"
+    )
+
+
+def top_k_of(topk_output: TopKOutput) -> int:
+    """Return K."""
+    if isinstance(topk_output, StandardTopKOutput):
+        return topk_output.topk_ids.shape[-1]
+    if isinstance(topk_output, PackedTopKOutput):
+        return topk_output.packed_ids.shape[-1]
+    return topk_output.router_config.top_k
+
+
+def experts_refusal(experts: Any) -> str:
+    """Return why experts cannot be asked for un-finalized rows; empty when they can.
+
+    Whoever looks at the experts' output from outside (a hook, a wrapper) expects a tensor.
+    """
+    if not isinstance(experts, MoELayer):
+        return f"a {type(experts).__name__}, called as it is"
+    if "forward" in experts.__dict__:
+        return "their forward is replaced on the instance"
+    if (
+        experts._forward_hooks
+        or experts._backward_hooks
+        or experts._backward_pre_hooks
+        or _hooks._global_forward_hooks
+        or _hooks._global_backward_hooks
+        or _hooks._global_backward_pre_hooks
+    ):
+        return "a hook on them expects a tensor"
+    return ""
+
+
+def runner_of(experts: Any) -> MoERunner | None:
+    """Return the runner that will serve a layer of this library, or None of anything else."""
+    return experts.runner if isinstance(experts, MoELayer) else None
+
+
+def mutates_input(experts: Any, runner: MoERunner | None) -> bool:
+    """Whether experts may overwrite their input; who does not say so, may."""
+    return bool(getattr(experts if runner is None else runner, "mutates_input", True))
+
+
+def deferral_support(experts: Any, runner: MoERunner | None, topk_format: TopKFormat) -> Support:
+    """Return whether the experts' runner can defer; no other module than our layers can."""
+    if runner is None:
+        return Support(False, f"{type(experts).__name__} finishes its own output")
+    return experts.deferral_support(runner, topk_format)  # type: ignore[no-any-return]
+
+
+def needs_grad(block: torch.nn.Module, x: torch.Tensor) -> bool:
+    """Whether a call with this input may be differentiated."""
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or any(p.requires_grad for p in block.parameters())
+
+
+def shape_of(experts: Any, x: torch.Tensor, top_k: int, shared_width: int) -> BlockShape:
+    """Return the sizes of a call, for the memory model."""
+    num_tokens, hidden_dim = x.shape
+    is_layer = isinstance(experts, MoELayer)
+    return BlockShape(
+        num_tokens=num_tokens,
+        top_k=top_k,
+        hidden_dim=hidden_dim,
+        intermediate_dim=experts.intermediate_dim if is_layer else 0,
+        shared_width=shared_width,
+        item_size=x.element_size(),
+        has_gate=experts.has_gate if is_layer else False,
+    )
+
+
+def shared_width(shared_experts: Any, hidden_dim: int) -> int:
+    """Return the elements a token that shared experts hold at once; 0 for a plain function."""
+    if not isinstance(shared_experts, torch.nn.Module):
+        return 0
+    return shared_width_of([tuple(p.shape) for p in shared_experts.parameters()], hidden_dim)

@@ -1,0 +1,111 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""A runner, and the very weights it was made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_moe_jit import env
+from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
+from sgl_moe_jit.moe.expert_weights import ExpertWeights
+from sgl_moe_jit.moe.runners.base import MoERunner, create_runner
+from sgl_moe_jit.moe.topk import TopKOutput
+
+
+def _memory(x: Tensor) -> tuple[Any, ...]:
+    """Return what ``.data = `` and ``.to()`` change in a tensor that stays the same object."""
+    return x.data_ptr(), x.dtype, x.device, x.shape, x.stride()
+
+
+@dataclass(frozen=True)
+class BoundRunner:
+    """A runner made for some tensors at some addresses.
+
+    Attributes:
+        runner: The runner.
+        weights: What it was made for.
+        memory: Where both projections lay.
+    """
+
+    runner: MoERunner
+    weights: ExpertWeights
+    memory: tuple[Any, ...]
+
+    @classmethod
+    def make(cls, name: str, weights: ExpertWeights) -> BoundRunner:
+        """Select and make a runner.
+
+        Raises:
+            ValueError: unknown name, or weights without memory.
+            UnsupportedError: the runner of that name cannot serve the layer.
+        """
+        if weights.up.is_meta or weights.down.is_meta:
+            raise ValueError(
+                "experts: expected weights with memory, got device meta; give the module memory "
+                "with .to_empty(device=...) and load its weights first"
+            )
+        runner = create_runner(name, weights)
+        memory: tuple[Any, ...] = ()
+        if not torch.compiler.is_compiling():
+            memory = (_memory(weights.up), _memory(weights.down))
+        return cls(runner, weights, memory)
+
+    def serves(
+        self,
+        up: Tensor,
+        down: Tensor,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        activation: object,
+        post_expert_norm: object,
+    ) -> bool:
+        """Whether these are still what the runner was made for, where it lay."""
+        own = self.weights
+        return (
+            up is own.up
+            and down is own.down
+            and up_bias is own.up_bias
+            and down_bias is own.down_bias
+            and activation is own.activation
+            and post_expert_norm is own.post_expert_norm
+            and self.memory == (_memory(up), _memory(down))
+        )
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(torch.uint8)  # NaN equals itself there
+
+
+def run_checked(
+    runner: MoERunner, hidden_states: Tensor, topk_output: TopKOutput, *, defer: bool
+) -> Tensor | DeferredFinalizeOutput:
+    """Run, and with ``SGL_MOE_JIT_CHECK_MUTATION=1`` compare the input before and after.
+
+    Neither in traced code nor in a graph capture, where values cannot be compared.
+
+    Raises:
+        RuntimeError: a runner that declares ``mutates_input = False`` wrote to its input.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or runner.mutates_input
+        or not env.CHECK_MUTATION.get()
+        or (hidden_states.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        return runner.run(hidden_states, topk_output, defer=defer)
+    before = hidden_states.detach().clone()
+    output = runner.run(hidden_states, topk_output, defer=defer)
+    differs = (_bits(hidden_states) != _bits(before)).any(-1)
+    if differs.any():
+        changed = int(differs.sum())
+        raise RuntimeError(
+            f"runner {runner.name!r}: declares mutates_input = False and changed {changed} of "
+            f"{before.shape[0]} rows of hidden_states, which shared experts would read; set "
+            "mutates_input = True on it"
+        )
+    return output

@@ -1,0 +1,94 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""What decides which runner can serve a layer's weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sgl_moe_jit.moe.expert_weights import ExpertWeights
+from sgl_moe_jit.moe.quantization import Quantization
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """What decides which runner can serve a layer.
+
+    Attributes:
+        num_experts: E, on this rank.
+        hidden_dim: H.
+        intermediate_dim: I.
+        dtype: Of the expert weights.
+        device: Of the expert weights.
+        is_transposed: Layout of both projections.
+        aligned_16_bytes: Whether both projections, and every matrix row in them, start on a
+            multiple of 16 bytes.
+        quantization: Form of the expert weights.
+        layout: ``plain``: as :class:`ExpertWeights` says. A runner's name: prepared for that
+            runner. ``any``: still to be prepared for whichever runner is chosen.
+        is_padded: Whether prepared weights have a larger hidden size than the layer.
+    """
+
+    num_experts: int
+    hidden_dim: int
+    intermediate_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    is_transposed: bool
+    aligned_16_bytes: bool
+    quantization: Quantization = Quantization.NONE
+    layout: str = "plain"
+    is_padded: bool = False
+
+    def describe(self) -> str:
+        """Return the sizes in one line."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        form = dtype if self.quantization is Quantization.NONE else str(self.quantization)
+        return (
+            f"{self.num_experts} experts, hidden {self.hidden_dim}, width {self.intermediate_dim}, "
+            f"{form}, layout {self.layout}, on {self.device}"
+        )
+
+    @classmethod
+    def of(cls, weights: ExpertWeights) -> RunnerConfig:
+        """Read the sizes off the weights and their declared layout.
+
+        Raises:
+            ValueError: the two projections do not belong together; names both shapes.
+        """
+        up, down = weights.up_as_input_major(), weights.down_as_input_major()
+        shapes = f"{tuple(weights.up.shape)} and {tuple(weights.down.shape)}"
+        if up.dim() != 3 or down.dim() != 3:
+            raise ValueError(f"up, down: expected 3 dimensions, got {shapes}")
+        factor = 2 if weights.has_gate else 1
+        fits = (
+            up.shape[0] == down.shape[0]
+            and up.shape[1] == down.shape[2]
+            and up.shape[2] == factor * down.shape[1]
+        )
+        if not fits:
+            raise ValueError(
+                f"up, down: shapes {shapes} do not belong together with "
+                f"is_transposed={weights.is_transposed}, has_gate={weights.has_gate}"
+            )
+
+        def aligned(matrix: Tensor) -> bool:
+            size = matrix.element_size()
+            rows = all(s == 1 or s * size % 16 == 0 for s in matrix.stride())
+            # Storages start aligned. Dynamo cannot trace an offset: torch checks it then.
+            if torch.compiler.is_compiling():
+                return rows
+            return rows and matrix.storage_offset() * size % 16 == 0
+
+        return cls(
+            num_experts=up.shape[0],
+            hidden_dim=up.shape[1],
+            intermediate_dim=down.shape[1],
+            dtype=up.dtype,
+            device=up.device,
+            is_transposed=weights.is_transposed,
+            aligned_16_bytes=aligned(weights.up) and aligned(weights.down),
+        )

@@ -1,0 +1,122 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""Layer and block under ``torch.compile``: one graph, with and without deferral."""
+
+import pytest
+import torch
+
+from sgl_moe_jit.moe.block import SharedExpertMoEBlock
+from sgl_moe_jit.moe.deferred import deferred_finalize_context
+from tests.moe.layer_cases import H, Mlp, TopKGate, make_layer
+from tests.moe.runner_cases import BF16, DEVICES, F32, make_input, make_topk
+
+field_report = pytest.mark.field_report
+on_devices = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def counting(ops):
+    """A backend that collects the names of the graph's operations."""
+
+    def backend(graph, inputs):
+        ops.extend(str(node.target) for node in graph.graph.nodes)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    return backend
+
+
+def make_block(device="cpu", dtype=F32, gated=True):
+    kind = {"device": device, "dtype": dtype}
+    gate = torch.nn.Linear(H, 1, **kind) if gated else None
+    return SharedExpertMoEBlock(TopKGate(**kind), make_layer(**kind), Mlp(**kind), gate)
+
+
+@on_devices
+@pytest.mark.parametrize("defer", [None, True, False])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_block_is_one_graph_and_trains(device, defer, dtype, gated):
+    block, ops = make_block(device, dtype, gated), []
+    x = make_input(6, dtype=dtype, device=device).view(2, 3, H).requires_grad_()
+    eager = block(x, defer=defer)
+    (want,) = torch.autograd.grad(eager.sum(), x)
+    compiled = torch.compile(block, fullgraph=True, backend=counting(ops))
+    out = compiled(x, defer=defer)
+    assert torch.equal(out, eager)
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], want)
+    fused = [op for op in ops if "moe_finalize_fuse_shared" in op]
+    assert len(fused) == 1  # finished or not, it is the same op: the sum's or the block's
+    adds = [op for op in ops if "add" in op and "addmm" not in op]
+    assert bool(adds) is (defer is False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("path", ["forward_normal", "forward_normal_dual_stream"])
+def test_other_sizes_other_weights_and_no_tokens(path):
+    block = make_block()
+    compiled = torch.compile(getattr(block, path), fullgraph=True, backend="aot_eager")
+    for num_tokens in (6, 7, 33, 1, 0):
+        x = make_input(num_tokens)
+        assert torch.equal(compiled(x), block(x))
+    block.experts.w2_weight.mul_(2.0)
+    x = make_input(7)
+    assert torch.equal(compiled(x), block(x))
+
+
+@torch.no_grad()
+@field_report("C5")
+@pytest.mark.parametrize("inside_first", [True, False])
+def test_the_argument_decides_in_compiled_code_and_the_context_is_not_burned_in(inside_first):
+    """Traced code cannot read the context: the argument decides there, else the gates."""
+    block, x, ops = make_block(dtype=BF16), make_input(6, dtype=BF16), []
+    finished, deferred = block(x, defer=False), block(x, defer=True)
+    assert not torch.equal(finished, deferred)
+    compiled = torch.compile(block, fullgraph=True, backend=counting(ops))
+    for enabled in (inside_first, not inside_first):
+        with deferred_finalize_context(enabled=enabled):
+            assert torch.equal(compiled(x), deferred)
+            assert torch.equal(compiled(x, defer=True), deferred)
+            assert torch.equal(compiled(x, defer=False), finished)
+            assert torch.equal(block(x), deferred if enabled else finished)
+
+
+@on_devices
+@torch.no_grad()
+@pytest.mark.parametrize("defer", [True, False])
+def test_a_layer_is_one_graph(device, defer):
+    layer, x = make_layer(device=device, dtype=BF16), make_input(6, dtype=BF16, device=device)
+    topk, shared = make_topk(6, device=device), make_input(6, dtype=BF16, seed=3, device=device)
+
+    def finished(x):
+        out = layer(x, topk, defer=defer)
+        return out.finalize(shared) if defer else out + shared
+
+    compiled = torch.compile(finished, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), finished(x))
+
+
+@torch.no_grad()
+@field_report("C5")
+def test_a_layer_refuses_to_read_the_context_in_traced_code():
+    layer, x, topk = make_layer(), make_input(6), make_topk(6)
+    compiled = torch.compile(lambda x: layer(x, topk, defer=None), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="pass True or False in compiled code"):
+        compiled(x)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("defer", [None, True, False])
+def test_inductor(defer):
+    block = make_block("cuda", BF16)
+    x = make_input(64, dtype=BF16, device="cuda")
+    out = torch.compile(block, fullgraph=True)(x, defer=defer)
+    want = block.float()(x.float())
+    # Inductor may keep float32 between operations: a few bfloat16 roundings of either
+    assert (out - want).abs().max() <= 2.0**-6 * want.abs().max()

@@ -1,0 +1,103 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""Formats of routed and shared experts: one checkpoint for each way of stating them."""
+
+import copy
+
+import pytest
+
+from sgl_moe_jit.moe.config import MoEConfig
+from tests.moe.test_from_hf import CONFIGS
+
+FP8 = "fp8 e4m3 128x128"
+BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+NVFP4 = {"quant_algo": "NVFP4", "group_size": 16}
+SHARED_OUT = ["*.attn.*", "*.shared_experts.*", "head", "mtp.*"]
+NVFP4_GROUP = {
+    "format": "nvfp4-pack-quantized",
+    "targets": ["re:.*ffn.*(gate|up|down)_proj$"],
+    "weights": {"num_bits": 4, "type": "float", "group_size": 16, "block_structure": None},
+}
+FP8_GROUP = {
+    "format": "float-quantized",
+    "targets": ["re:.*attn.*"],
+    "weights": {"num_bits": 8, "type": "float", "group_size": None, "block_structure": [128, 128]},
+}
+MIXED = {
+    "quant_method": "compressed-tensors",
+    "format": "mixed-precision",
+    "ignore": [],
+    "config_groups": {"group_0": FP8_GROUP, "group_1": NVFP4_GROUP},
+}
+
+
+def listed(routed, shared=None, block="ffn", layers=60):
+    found = {f"layers.{i}.{block}.experts": routed for i in range(layers)}
+    if shared:
+        found |= {f"layers.{i}.{block}.shared_experts.down_proj": shared for i in range(layers)}
+    return {"quant_algo": "MIXED_PRECISION", "group_size": 16, "quantized_layers": found}
+
+
+def formats(name, quantization=None, outside=False, **changes):
+    values = copy.deepcopy(CONFIGS[name])
+    inner = values.get("text_config", values)
+    inner.update(changes)
+    if quantization is not None:
+        inner.pop("quantization_config", None)
+        (values if outside else inner)["quantization_config"] = quantization
+    moe = MoEConfig.from_hf(values, 5)
+    return moe.quantization, moe.shared_experts and moe.shared_experts.quantization
+
+
+# Shared experts may be fused with the routed ones where both formats are one; here the first row.
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (formats("deepseek-v3"), (FP8, FP8)),
+        (formats("kimi-k2"), (FP8, FP8)),
+        (formats("glm-5", BLOCK), (FP8, FP8)),
+        (formats("minimax-m2.5"), (FP8, None)),  # it has no shared expert
+        (formats("step-3.7-flash", BLOCK), (FP8, FP8)),
+        (formats("deepseek-v4-flash"), ("fp4", FP8)),
+        (formats("deepseek-v4-pro"), ("fp4", FP8)),
+        (
+            formats("deepseek-v4-pro", {**listed(NVFP4), "exclude_modules": SHARED_OUT}),
+            ("nvfp4 g16", None),
+        ),
+        (formats("kimi-k2.5"), ("int4 g32", None)),
+        (formats("kimi-k3"), ("mxfp4 g32", None)),
+        (formats("glm-5.2", NVFP4), ("nvfp4 g16", "nvfp4 g16")),
+        (
+            formats("glm-5.2", {**NVFP4, "ignore": ["model.layers.5.mlp.shared_experts*"]}),
+            ("nvfp4 g16", None),
+        ),
+        (
+            formats("minimax-m3", listed(NVFP4, {"quant_algo": "MXFP8"}, "block_sparse_moe"), True),
+            ("nvfp4 g16", "mxfp8"),
+        ),
+        (formats("gpt-oss-120b"), ("mxfp4 g32", None)),
+        # Groups with targets: both kinds of experts in the second.
+        (formats("deepseek-v4-flash", MIXED), ("nvfp4 g16", "nvfp4 g16")),
+        (formats("mixtral-8x7b"), (None, None)),
+        (formats("deepseek-v3", {"quant_method": "fp8"}), ("fp8 e4m3", "fp8 e4m3")),
+        # Not known here: under its own name, which is enough to see whether two are alike.
+        (
+            formats("deepseek-v3", {"quant_method": "awq", "bits": 4, "group_size": 128}),
+            ("awq int4 g128", "awq int4 g128"),
+        ),
+        (
+            formats(
+                "deepseek-v3",
+                {**BLOCK, "modules_to_not_convert": ["shared_experts", "gate", "lm_head"]},
+            ),
+            (FP8, None),
+        ),
+    ],
+)
+def test_formats(found, expected):
+    assert found == expected
+
+
+def test_a_pattern_matches_whole_parts_of_a_name():
+    # "experts" names the routed ones, and is no part of "shared_experts".
+    assert formats("deepseek-v3", {**BLOCK, "ignored_layers": ["experts"]}) == (None, FP8)

@@ -1,0 +1,51 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""The documents say nothing that does not run: their code, the files and names they mention."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sgl_moe_jit import env
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ["docs/deferral.md", "docs/integration.md"]
+EXAMPLES = [
+    pytest.param(name, number, block, id=f"{name}-{number}")
+    for name in DOCUMENTS
+    for number, block in enumerate(
+        re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL)
+    )
+]
+
+
+@pytest.mark.parametrize(("name", "number", "code"), EXAMPLES)
+def test_an_example_runs(name, number, code, capsys):
+    exec(compile(code, f"{name}, example {number}", "exec"), {"__name__": "example"})
+
+
+def test_the_engine_example_is_complete_and_short():
+    (code,) = (block.values[2] for block in EXAMPLES if "SharedExpertMoEBlock(" in block.values[2])
+    assert len(code.splitlines()) <= 70
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_file_and_variable_it_names_is_there(document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:sgl_moe_jit|csrc|include|tests|docs|benchmarks)/[\w./*]+)`", text)
+    missing = [name for name in named if not list(ROOT.glob(name.rstrip("/")))]
+    linked = re.findall(r"\]\(([\w./]+)\)", text)
+    missing += [name for name in linked if not ((ROOT / document).parent / name).is_file()]
+    assert not missing
+    known = {variable.name for variable in env.all_variables()}
+    assert set(re.findall(r"SGL_MOE_JIT_[A-Z_]+", text)) <= known
+
+
+def test_the_table_of_refusals_names_every_check():
+    from tests.moe.test_block_gates import FACTS, make_plan
+
+    text = (ROOT / "docs/deferral.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| ([a-z_ ]+) \|", text, re.MULTILINE)
+    checks = [check.name for check in make_plan(FACTS).deferral_checks]
+    assert table == ["check", *checks, "memory"]
