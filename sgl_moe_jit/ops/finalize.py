@@ -77,7 +77,7 @@ def moe_finalize_fuse_shared(
         [T, H], dtype of ``gemm2_out``. Accumulated in float32 by fused multiply-add in ascending k,
         rounded once: bitwise repeatable, equal on CUDA and CPU, and independent of the batch around
         the token. A token without rows gets its shared row bit for bit (gated: the rounded
-        product), or +0. What kind of NaN comes of a NaN is the device's.
+        product, with +0 for -0), or +0. What kind of NaN comes of a NaN is the device's.
 
     Raises:
         TypeError: a dtype is not listed above, or an argument is of another kind.

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 
-def _is_int(x: object) -> bool:
+def is_int(x: object) -> bool:
+    """Whether it is an int, perhaps a traced one, and no bool."""
     return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
 
 
@@ -45,12 +46,12 @@ def check_kinds(
     ):
         if not (x is None or isinstance(x, Tensor)):
             fail(name, "a Tensor or None", x)
-    if not _is_int(top_k):
+    if not is_int(top_k):
         fail("top_k", "an int", top_k)
     if not (enable_pdl is None or isinstance(enable_pdl, bool)):
         fail("enable_pdl", "True, False or None", enable_pdl)
     check_factor(routed_scaling_factor)
-    if not (hidden_dim is None or _is_int(hidden_dim)):
+    if not (hidden_dim is None or is_int(hidden_dim)):
         fail("hidden_dim", "an int or None", hidden_dim)
 
 
@@ -61,7 +62,7 @@ def check_factor(routed_scaling_factor: object) -> None:
         TypeError: it is not.
     """
     factor = routed_scaling_factor
-    if not (isinstance(factor, (float, torch.SymFloat)) or _is_int(factor)):
+    if not (isinstance(factor, (float, torch.SymFloat)) or is_int(factor)):
         raise TypeError(
             f"routed_scaling_factor: expected a float, got {type(factor).__name__}; fold a tensor "
             "into expert_weights"

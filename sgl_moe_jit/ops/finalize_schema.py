@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit.ops.finalize_arguments import check_devices, num_tokens_of, output_width
-from sgl_moe_jit.ops.finalize_backward import backward, gate_backward
+from sgl_moe_jit.ops.finalize_backward import (
+    gate_backward,
+    rows_backward,
+    weights_backward,
+)
 from sgl_moe_jit.ops.finalize_kernel import OP, check_dtypes, run
 from sgl_moe_jit.ops.library import (
     NAMESPACE,
@@ -122,7 +126,11 @@ def _fake_out(
 
 def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
     gemm2_out, idx, weights, shared_output, top_k, _, factor, _, gate = inputs
-    ctx.save_for_backward(gemm2_out, idx, weights, None if gate is None else shared_output, gate)
+    # What only one gradient reads is kept for that one: the rows are the largest tensor of a layer.
+    rows = gemm2_out if ctx.needs_input_grad[2] else None
+    shared = shared_output if gate is not None and ctx.needs_input_grad[8] else None
+    ctx.save_for_backward(rows, idx, weights, shared, gate)
+    ctx.rows_shape, ctx.dtype = tuple(gemm2_out.shape), gemm2_out.dtype
     ctx.top_k, ctx.factor = top_k, factor
     ctx.has_shared = shared_output is not None
 
@@ -130,9 +138,15 @@ def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
 def _autograd(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
     gemm2_out, idx, weights, shared_output, gate = ctx.saved_tensors
     needs = ctx.needs_input_grad
-    grad_gemm2, grad_weights = backward(
-        grad_out, gemm2_out, idx, weights, ctx.top_k, ctx.factor, (needs[0], needs[2])
-    )
+    grad_gemm2 = grad_weights = None
+    if needs[0]:
+        grad_gemm2 = rows_backward(
+            grad_out, idx, weights, ctx.top_k, ctx.factor, ctx.rows_shape, ctx.dtype
+        )
+    if needs[2]:
+        grad_weights = weights_backward(
+            grad_out, gemm2_out, idx, ctx.top_k, ctx.factor, weights.dtype
+        )
     grad_shared = grad_out if ctx.has_shared and needs[3] else None
     grad_gate = None
     if gate is not None:

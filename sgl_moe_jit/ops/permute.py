@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit.ops.finalize import moe_finalize_fuse_shared
+from sgl_moe_jit.ops.finalize_arguments import is_int
 from sgl_moe_jit.ops.library import (
     NAMESPACE,
     can_bypass_dispatcher,
@@ -183,18 +184,25 @@ def moe_permute(
         that it can be captured in a CUDA graph.
 
     Raises:
-        TypeError: a dtype is not listed above.
+        TypeError: a dtype is not listed above, or an argument is of another kind.
         ValueError: shapes disagree, N, P, ``num_experts`` or ``alignment`` is out of range, columns
             are not adjacent, or devices differ.
         ToolchainError, BuildError: first use only; the kernel could not be compiled.
 
     Gradients flow to ``hidden_states``: the sum over k of the gradient's rows, in float32 or wider,
-    rounded once. The gradient of padding is ignored.
+    rounded once. The gradient of padding is ignored. ``torch.export`` needs to know that T is
+    bounded: ``Dim("T", max=...)``, ``Dim.AUTO`` or ``Dim.DYNAMIC``.
 
     Cost: ``S * H * (T * (1 + K) + padding)`` bytes and a few a slot, S the item size; no flops.
     Source: include/sgl_moe_jit/moe/permute.cuh, permute_one_launch.cuh, csrc/moe/permute_cpu.cc.
     Reference: sgl_moe_jit.ops.reference_permute.moe_permute.
     """
+    for name, x in (("hidden_states", hidden_states), ("topk_ids", topk_ids)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+    for name, number in (("num_experts", num_experts), ("alignment", alignment)):
+        if not is_int(number):
+            raise TypeError(f"{name}: expected an int, got {type(number).__name__}")
     refuse_forward_ad("moe_permute", hidden_states)
     direct = can_bypass_dispatcher(hidden_states, topk_ids)
     function = _functional if direct else torch.ops.sgl_moe_jit.moe_permute

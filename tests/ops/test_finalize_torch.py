@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sgl_moe_jit.ops.finalize as finalize_module
 from sgl_moe_jit.ops import moe_finalize_fuse_shared, reference
-from sgl_moe_jit.ops.finalize_backward import backward
+from sgl_moe_jit.ops.finalize_backward import rows_backward, weights_backward
 from tests.ops.finalize_cases import BF16, DEVICES, F16, F32, assert_same_bits, make
 
 field_report = pytest.mark.field_report
@@ -106,7 +106,8 @@ def test_gradcheck_of_the_backward_in_float64(shared):
         @staticmethod
         def backward(ctx, grad):
             g, w = ctx.saved_tensors
-            d_gemm2, d_weights = backward(grad, g, i.idx, w, 3, 2.5, (True, True))
+            d_gemm2 = rows_backward(grad, i.idx, w, 3, 2.5, tuple(g.shape), g.dtype)
+            d_weights = weights_backward(grad, g, i.idx, 3, 2.5, w.dtype)
             return (d_gemm2, d_weights, grad) if ctx.has_shared else (d_gemm2, d_weights)
 
     assert torch.autograd.gradcheck(Finalize.apply, args)
@@ -131,6 +132,26 @@ def test_gradients_equal_the_oracles(device, needs, dtype):
     wrong = (x.grad.double() - y.grad).abs() > scale
     assert not wrong.any(), f"{int(wrong.sum())} gradients of {needs} are off"
     assert x.grad.isfinite().all() and x.grad.abs().sum() > 0
+
+
+def test_rows_are_kept_for_the_gradient_of_the_weights_alone():
+    i = make(3, 4, 16, dtype=F32)
+    rows, weights = i.gemm2_out.clone().requires_grad_(), i.weights.clone().requires_grad_()
+    expected = replace(i, gemm2_out=rows).run()
+    (wanted,) = torch.autograd.grad(expected.sum(), rows)
+
+    buffer = rows.detach().clone()
+    held = replace(i, gemm2_out=buffer.requires_grad_()).run()
+    with torch.no_grad():
+        buffer.zero_()  # an engine's buffer is used again: nothing of it was kept
+    (got,) = torch.autograd.grad(held.sum(), buffer)
+    assert_same_bits(got, wanted)
+
+    buffer = rows.detach().clone()
+    held = replace(i, gemm2_out=buffer, weights=weights).run()
+    buffer.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        held.sum().backward()
 
 
 @field_report("A17")

@@ -92,15 +92,19 @@ def test_more_than_one_thread_gives_the_same_rows():
         ),
         ({"hidden": torch.zeros(3, 8, 1)}, ValueError, r"hidden_states: expected \[num_tokens, hi"),
         ({"hidden": torch.zeros(8, 3).t()}, ValueError, "hidden_states: expected adjacent columns"),
+        ({"num_experts": "4"}, TypeError, "num_experts: expected an int, got str"),
+        ({"num_experts": True}, TypeError, "num_experts: expected an int, got bool"),
+        ({"alignment": None}, TypeError, "alignment: expected an int, got NoneType"),
+        ({"ids": [[0]]}, TypeError, "topk_ids: expected a Tensor, got list"),
         ({"num_experts": 0}, ValueError, "num_experts: expected 1 to 4096, got 0"),
         ({"num_experts": 4097}, ValueError, "num_experts: expected 1 to 4096, got 4097"),
     ],
 )
 def test_errors(change, error, match):
     call = {"hidden": torch.zeros(3, 8), "ids": torch.zeros(3, 2, dtype=torch.int64)}
-    call = {**call, "num_experts": 4, **change}
+    call = {**call, "num_experts": 4, "alignment": 1, **change}
     with pytest.raises(error, match=match):
-        moe_permute(call["hidden"], call["ids"], call["num_experts"])
+        moe_permute(call["hidden"], call["ids"], call["num_experts"], alignment=call["alignment"])
 
 
 def test_too_many_slots_are_refused_and_not_wrapped():
