@@ -39,7 +39,8 @@ using Pair = OnePiece<448, 2, SidesAt::kFirst>;
 // One block a token.
 using Narrow = OneBlock<kBroad, 1, 512, SidesAt::kWeightLast>;
 using Block = OneBlock<kBroad, 2, 448, SidesAt::kFirst>;
-using Large = OneBlock<kBroad, 2, 448, SidesAt::kWeightLast>;
+// Float32 has no registers left for the weight beside eight rows.
+using Large = OneBlock<kBroad, 2, 448, sizeof(Act) == 4 ? SidesAt::kFirst : SidesAt::kWeightLast>;
 // What the registers of one block do not hold.
 using Spread = NormShape<kBroad, 2, 448, 2, kRows, SidesAt::kWithRows, ClusterExchange>;
 // In shared memory: what has other alignments, and wide rows where there are no clusters.

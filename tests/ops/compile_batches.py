@@ -87,6 +87,7 @@ def call_nvcc(nvcc: Path, batch: Batch, folder: Path) -> Call:
         source, macros = folder / "batch.cu", [f"-I{first.source.parent}"]
         source.write_text(batch_text(batch), encoding="utf-8")
     command = [
+        "nice",  # tests that run meanwhile come first
         *(str(nvcc), *first.flags, *macros, *(arch.gencode() for arch in first.archs)),
         *("-fatbin", "-Xptxas=-v", "--keep", "--keep-dir=keep", "-o", "x.fatbin", str(source)),
     ]
@@ -112,11 +113,15 @@ def compile_batch(nvcc: Path, batch: Batch, folder: Path) -> list[Call]:
 
 
 class Builds:
-    """Compiles batches in the background, as many at a time as there are cores."""
+    """Compiles batches in the background, as many at a time as there are cores.
+
+    Attributes:
+        folder: Where; to be removed after :meth:`close`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._nvcc = toolchain.require_cuda_toolkit().nvcc
-        self._folder = folder
+        self.folder = folder
         self._pool = ThreadPoolExecutor(parallel.max_jobs())
         self._futures: dict[Batch, Future[list[Call]]] = {}
 
@@ -124,7 +129,7 @@ class Builds:
         """Begin with batches, unless that was done before."""
         for batch in batches:
             if batch not in self._futures:
-                folder = self._folder / str(len(self._futures))
+                folder = self.folder / str(len(self._futures))
                 self._futures[batch] = self._pool.submit(compile_batch, self._nvcc, batch, folder)
 
     def calls(self, *batches: Batch) -> list[Call]:

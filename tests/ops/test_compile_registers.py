@@ -91,7 +91,7 @@ def test_every_register_counts_in_a_hot_kernel_only():
 
 def test_two_kernels_for_one_place_are_refused():
     with pytest.raises(ValueError, match=r"one place for sum_kernel .* and sum_kernel"):
-        compile_report.entries([KERNEL, with_args(min_blocks="4")])
+        compile_report.entries([KERNEL, with_args(rows_in_flight="4")])
 
 
 def test_a_name_has_the_parameters_of_the_source():
