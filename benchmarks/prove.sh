@@ -43,7 +43,7 @@ sanitizer() {
   done
 }
 
-# The peers that a subject knows none of are refused, so only two are given them, and host.
+# A subject without peers refuses --peer.
 bench() {
   local subject
   for subject in finalize norm host; do
