@@ -16,6 +16,7 @@ export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export SGL_MOE_JIT_CACHE_DIR=${SGL_MOE_JIT_CACHE_DIR:-$OUT/cache}
 export SGL_MOE_JIT_TEST_CACHE_DIR=$SGL_MOE_JIT_CACHE_DIR
 mkdir -p "$OUT"
+LAYERS=deepseek-v3,kimi-k2,glm-4.5,qwen3-235b
 failed=()
 
 # step LOG COMMAND...: run it, keep its output, show its end.
@@ -54,10 +55,12 @@ bench() {
   # shellcheck disable=SC2086
   step bench_models "$PYTHON" -m sgl_moe_jit bench finalize --cases all --tokens 1,16,64,256,1024,8192 \
     --providers sgl_moe_jit,sglang,stream $PEERS --json "$OUT/finalize_models.json" --commit "$COMMIT"
-  for subject in permute layer; do
-    step "bench_$subject" "$PYTHON" -m sgl_moe_jit bench "$subject" \
+  for subject in layer memory; do
+    step "bench_$subject" "$PYTHON" -m sgl_moe_jit bench "$subject" --cases "$LAYERS" \
       --json "$OUT/$subject.json" --commit "$COMMIT"
   done
+  step bench_permute "$PYTHON" -m sgl_moe_jit bench permute --json "$OUT/permute.json" \
+    --commit "$COMMIT"
 }
 
 for name in "${@:-build tests sanitizer bench}"; do

@@ -44,6 +44,7 @@ SUBJECTS = (
     Subject("norm", ("cuda",), _GPU_ARGUMENTS),
     Subject("permute", ("cuda",), _GPU_ARGUMENTS[:-1]),
     Subject("layer", ("cuda",)),
+    Subject("memory", ("cuda",), ("cases", "tokens", "providers", "plot")),
     Subject("host", ("cuda", "cpu"), ("rounds", "peer", "providers"), rounds=200),
     Subject("cpu", ("cpu",), rounds=75),
     Subject("jit", ("cpu",), ("arch",)),

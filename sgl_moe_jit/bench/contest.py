@@ -41,9 +41,9 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A provider's time, and its note."""
+    """A provider's time, where one was taken, and its note."""
 
-    timing: Timing
+    timing: Timing | None
     note: str | None
 
 

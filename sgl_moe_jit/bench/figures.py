@@ -132,6 +132,57 @@ def ratios(path: Path, peer: str = "sglang") -> str:
     return f"{where}\n\n{_table(head, lines)}"
 
 
+def _by_layer(rows: Sequence[Row]) -> dict[tuple[str, int], dict[str, Row]]:
+    layers: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in rows:
+        layers.setdefault((row["case"], row["num_tokens"]), {})[row["provider"]] = row
+    return layers
+
+
+def _notes(rows: Sequence[Row]) -> str:
+    return "; ".join(dict.fromkeys(f"{row['case']}: {row['note']}" for row in rows))
+
+
+def layer_table(path: Path) -> str:
+    """Return a whole layer's times: deferred or not, on one stream and two, and others' times."""
+    rows = load(path)
+    ways = ("not deferred", "one stream", "one stream, not deferred")
+    head = ["model", "tokens", f"{OURS}, us", *(f"{way}, us" for way in ways)]
+    head += ["GEMMs alone, us", "ours / GEMMs", "transformers, us", "transformers / ours"]
+    lines = []
+    for (case, tokens), group in _by_layer(rows).items():
+        ours, gemms, stock = (group.get(name) for name in (OURS, "GEMMs alone", "transformers"))
+        cells = [case, str(tokens), _time(ours)]
+        cells += [_time(group.get(f"{OURS}, {way}")) for way in ways]
+        cells += [_time(gemms), _ratio(ours, gemms), _time(stock), _ratio(stock, ours)]
+        lines.append(cells)
+    where = origin(rows, path, f", bfloat16, median (p20 to p80). {_notes(rows)}")
+    return f"{where}\n\n{_table(head, lines)}"
+
+
+def memory_table(path: Path) -> str:
+    """Return what a layer allocates at most, in MiB, and the shares of others' that ours is."""
+    rows = load(path)
+    others = ("shared first", "rows kept")
+    head = ["model", "tokens", f"{OURS}, MiB", *(f"{name}, MiB" for name in others)]
+    head += ["saved, of the shared output", "transformers, MiB", "ours / transformers"]
+    lines = []
+    for (case, tokens), group in _by_layer(rows).items():
+        peaks = {name: row["peak_bytes"] for name, row in group.items()}
+        ours, first = peaks[OURS], peaks.get(f"{OURS}, shared first")
+        output = tokens * group[OURS]["hidden_dim"] * 2
+        cells = [case, str(tokens), f"{ours / 2**20:.0f}"]
+        for name in others:
+            peak = peaks.get(f"{OURS}, {name}")
+            cells.append("-" if peak is None else f"{peak / 2**20:.0f}")
+        cells.append("-" if first is None else f"{(first - ours) / output:.2f}")
+        stock = peaks.get("transformers")
+        cells += ["-", "-"] if stock is None else [f"{stock / 2**20:.0f}", f"{ours / stock:.2f}"]
+        lines.append(cells)
+    where = origin(rows, path, f", bfloat16, `max_memory_allocated`. {_notes(rows)}")
+    return f"{where}\n\n{_table(head, lines)}"
+
+
 def host_table(path: Path) -> str:
     """Return the host's share of one eager call, a row a way to call."""
     rows = load(path)
@@ -161,7 +212,8 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "finalize_models": ratios,
     "norm": Comparison(),
     "permute": Comparison(),
-    "layer": Comparison(),
+    "layer": layer_table,
+    "memory": memory_table,
     "host": host_table,
     "cpu": Comparison(roofline="copy"),
     "jit": jit_sentence,

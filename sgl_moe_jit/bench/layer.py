@@ -1,108 +1,57 @@
 # SPDX-FileCopyrightText: The sgl_moe_jit authors
 # SPDX-License-Identifier: Apache-2.0
-"""``bench layer``: routed experts and the shared add, deferred or not, beside the GEMMs alone.
+"""``bench layer``: a whole MoE layer, deferred or not, beside transformers' and the GEMMs alone.
 
-One rank's share of a layer: some local experts, every token routed to top_k of them, a shared
-output that is given. The weights are far larger than the L2 cache, so they are cold in every call.
+Router, routed experts, shared experts and their sum, in CUDA graphs. The weights are far larger
+than the L2 cache, so they are cold in every call.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sgl_moe_jit.bench.cases import FinalizeCase
 from sgl_moe_jit.bench.contest import Contest, Contestant, WrongResultError
+from sgl_moe_jit.bench.layer_cases import layer_of, load, make_batch, make_stock, oracle
 from sgl_moe_jit.bench.options import Options
 from sgl_moe_jit.bench.report import Record
-from sgl_moe_jit.moe.deferred import finalize_output
-from sgl_moe_jit.moe.expert_weights import ExpertWeights
-from sgl_moe_jit.moe.runners import MoERunner, create_runner
+from sgl_moe_jit.moe.block import SharedExpertMoEBlock
 from sgl_moe_jit.moe.topk import StandardTopKOutput
 from sgl_moe_jit.ops.activation import silu_and_mul
 from sgl_moe_jit.ops.grouped_mm import grouped_mm
 from sgl_moe_jit.ops.permute import moe_permute
 
-TOKENS = (1, 8, 16, 64, 256, 1024, 4096)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 512, 4096)
 GEMMS = "GEMMs alone"
-LOCAL_EXPERTS = 32
-INTERMEDIATE = 2048  # DeepSeek-V3's expert width
+STOCK = "transformers"
 _CHECKED_TOKENS = 4
-# Three roundings to bfloat16 along the way, each of random sign over thousands of terms, stay well
-# below this share of a row's norm; a wrong expert or weight does not.
+# Roundings to bfloat16 along the way, each of random sign over thousands of terms, stay well below
+# this share of a row's norm; a wrong expert or weight does not.
 _ALLOWED = 2.0**-6
+# Provider -> streams and whether the rows are handed over un-finalized; both as the block decides.
+OURS: dict[str, Callable[[SharedExpertMoEBlock, Tensor], Tensor]] = {
+    "sgl_moe_jit": lambda block, x: block(x),
+    "sgl_moe_jit, not deferred": lambda block, x: block(x, defer=False),
+    "sgl_moe_jit, one stream": lambda block, x: block.forward_normal(x),
+    "sgl_moe_jit, one stream, not deferred": lambda block, x: block.forward_normal(x, defer=False),
+}
 
 
-@dataclass(frozen=True)
-class LayerInputs:
-    """One layer and one batch; ``x`` and ``shared`` are [T, H] bfloat16."""
-
-    weights: ExpertWeights
-    runner: MoERunner
-    x: Tensor
-    topk: StandardTopKOutput
-    shared: Tensor
+def topk_of(block: SharedExpertMoEBlock, x: Tensor) -> StandardTopKOutput:
+    """Return what the block's router says of these tokens."""
+    output: Any = block.gate(x)
+    return block.read_gate(output) if block.read_gate is not None else output  # type: ignore[return-value]
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """Return ``silu(first half) * second half``."""
-    gate, up = x.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
-
-
-def make_weights(
-    case: FinalizeCase, device: torch.device | str, num_experts: int, intermediate_dim: int
-) -> ExpertWeights:
-    """Return random experts of a case's width, scaled so that outputs are of size one."""
-    generator = torch.Generator(device=device).manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        values = torch.empty(num_experts, *shape, dtype=torch.bfloat16, device=device)
-        return values.normal_(0, shape[-1] ** -0.5, generator=generator)
-
-    return ExpertWeights(
-        up=draw(2 * intermediate_dim, case.hidden_dim),
-        down=draw(case.hidden_dim, intermediate_dim),
-        activation=swiglu,
-        is_silu_and_mul=True,
-    )
-
-
-def make_inputs(weights: ExpertWeights, num_tokens: int, top_k: int) -> LayerInputs:
-    """Return a batch: distinct experts at random, weights that sum to one."""
-    device, hidden = weights.down.device, weights.down.shape[1]
-    generator = torch.Generator(device=device).manual_seed(1)
-    scores = torch.rand(num_tokens, weights.num_experts, generator=generator, device=device)
-    values, ids = scores.topk(top_k)
-    rows = torch.empty(2, num_tokens, hidden, dtype=torch.bfloat16, device=device)
-    x, shared = rows.normal_(generator=generator)
-    topk = StandardTopKOutput(values / values.sum(-1, keepdim=True), ids.int())
-    return LayerInputs(weights, create_runner("grouped_mm", weights), x, topk, shared)
-
-
-def oracle(inputs: LayerInputs, num_tokens: int) -> Tensor:
-    """Return the layer's output for the first tokens in float64, expert by expert."""
-    weights, topk = inputs.weights, inputs.topk
-    total = inputs.shared[:num_tokens].double()
-    for token in range(total.shape[0]):
-        row = inputs.x[token].double()
-        for expert, scale in zip(topk.topk_ids[token], topk.topk_weights[token], strict=True):
-            gate, up = (weights.up[expert].double() @ row).chunk(2)
-            hidden = gate * torch.sigmoid(gate) * up
-            total[token] += scale.double() * (weights.down[expert].double() @ hidden)
-    return total
-
-
-def _layer(name: str, inputs: LayerInputs, want: Tensor, defer: bool) -> Contestant:
-    def call() -> Tensor:
-        return finalize_output(inputs.runner.run(inputs.x, inputs.topk, defer=defer), inputs.shared)
+def checked(name: str, call: Callable[[], Tensor], want: Tensor) -> Contestant:
+    """Return the contestant whose first rows must be those of the oracle."""
 
     def check() -> None:
-        error = call()[: want.shape[0]].double() - want
+        error = call().reshape(-1, want.shape[-1])[: want.shape[0]].double() - want
         share = float((error.norm(dim=-1) / want.norm(dim=-1)).max())
         if not share <= _ALLOWED:
             raise WrongResultError(
@@ -112,16 +61,33 @@ def _layer(name: str, inputs: LayerInputs, want: Tensor, defer: bool) -> Contest
     return Contestant([call], check)
 
 
-def _gemms(inputs: LayerInputs) -> Contestant:
-    """Return the two grouped GEMMs on rows that are ready: what no runner can avoid."""
-    weights = inputs.weights
-    rows, _, ends = moe_permute(inputs.x, inputs.topk.topk_ids, weights.num_experts)
+def _gemms(stock: Any, block: SharedExpertMoEBlock, x: Tensor) -> Contestant:
+    """Return the layer's matrix products on inputs that are ready: what no block can avoid.
+
+    The router's, in the dtype its model computes it in; the routed experts' two; the shared
+    experts' three.
+    """
+    from sgl_moe_jit.integrations.transformers.experts import expert_weights
+
+    weights = expert_weights(stock.experts)
+    rows, _, ends = moe_permute(x, topk_of(block, x).topk_ids.int(), weights.num_experts)
     up, down = weights.up_as_input_major(), weights.down_as_input_major()
     hidden = silu_and_mul(grouped_mm(rows, up, ends))
+    in_float32 = hasattr(stock.gate, "e_score_correction_bias")
+    routed = x.float() if in_float32 else x
+    router = stock.gate.weight.float() if in_float32 else stock.gate.weight
+    shared = getattr(stock, "shared_experts", None)
+    between = None if shared is None else shared.gate_proj(x)
 
     def call() -> Tensor:
+        torch.nn.functional.linear(routed, router)
         grouped_mm(rows, up, ends)
-        return grouped_mm(hidden, down, ends)
+        out = grouped_mm(hidden, down, ends)
+        if shared is not None:
+            shared.gate_proj(x)
+            shared.up_proj(x)
+            shared.down_proj(between)
+        return out
 
     def check() -> None:  # their values are the layer's, which is checked
         if not call().isfinite().all():
@@ -130,27 +96,43 @@ def _gemms(inputs: LayerInputs) -> Contestant:
     return Contestant([call], check)
 
 
-def contestants(inputs: LayerInputs) -> dict[str, Callable[[], Contestant]]:
+def wanted(stock: torch.nn.Module, block: SharedExpertMoEBlock, x: Tensor) -> Tensor:
+    """Return the oracle's output for the tokens that are compared."""
+    return oracle(stock, x[:_CHECKED_TOKENS], lambda rows: topk_of(block, rows))
+
+
+def contestants(
+    stock: torch.nn.Module, block: SharedExpertMoEBlock, x: Tensor
+) -> dict[str, Callable[[], Contestant]]:
     """Return what makes each contestant, by name, ours first."""
-    want = oracle(inputs, _CHECKED_TOKENS)
-    names = {"sgl_moe_jit": True, "sgl_moe_jit, not deferred": False}
-    made: dict[str, Callable[[], Contestant]] = {
-        name: functools.partial(_layer, name, inputs, want, defer) for name, defer in names.items()
+    want = wanted(stock, block, x)
+    calls: dict[str, Callable[[], Tensor]] = {
+        name: functools.partial(call, block, x) for name, call in OURS.items()
     }
-    return {**made, GEMMS: functools.partial(_gemms, inputs)}
+    calls[STOCK] = functools.partial(stock, x.unsqueeze(0))
+    made: dict[str, Callable[[], Contestant]] = {
+        name: functools.partial(checked, name, call, want) for name, call in calls.items()
+    }
+    return {**made, GEMMS: functools.partial(_gemms, stock, block, x)}
 
 
 def bench(options: Options, contest: Contest) -> Iterator[list[Record]]:
-    """Yield the records of one shape after another: bfloat16, one rank's experts."""
-    note = f"{LOCAL_EXPERTS} local experts of width {INTERMEDIATE}"
+    """Yield the records of one layer after another: bfloat16, one rank's experts."""
     for case in options.cases:
-        weights = make_weights(case, "cuda", LOCAL_EXPERTS, INTERMEDIATE)
+        layer = layer_of(case)
+        stock = make_stock(layer, "cuda")
+        block = load(stock)
         for num_tokens in options.tokens or TOKENS:
-            chosen = options.choose(contestants(make_inputs(weights, num_tokens, case.top_k)))
+            x = make_batch(layer, num_tokens, "cuda")
             with torch.no_grad():
+                chosen = options.choose(contestants(stock, block, x))
                 outcomes = contest.on_cuda(f"{case.name}, {num_tokens} tokens", chosen)
-            del chosen
+            del chosen, x
             yield [
-                Record.of("layer", case, num_tokens, "graph", name, outcome, 0, note=note)
+                Record.of(
+                    "layer", case, num_tokens, "graph", name, outcome, 0, note=layer.describe()
+                )
                 for name, outcome in outcomes.items()
             ]
+        del stock, block
+        torch.cuda.empty_cache()

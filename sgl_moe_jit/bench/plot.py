@@ -42,9 +42,15 @@ def require_matplotlib() -> None:
         ) from error
 
 
-def time_us(row: Row) -> float:
-    """Return a row's median."""
-    return float(row["median_us"])
+def time_us(row: Row) -> float | None:
+    """Return a row's median, or None where memory was measured."""
+    return row.get("median_us")
+
+
+def peak_mib(row: Row) -> float | None:
+    """Return a row's peak of allocated memory, or None where time was measured."""
+    peak = row.get("peak_bytes")
+    return None if peak is None else peak / 2**20
 
 
 def share_of(rows: Sequence[Row]) -> tuple[str, Value]:
@@ -161,6 +167,8 @@ def _figure(
 def draw(rows: Sequence[Row], folder: Path, stem: str | None = None) -> list[Path]:
     """Write ``<stem>_time.png`` and ``<stem>_roofline.png``; return those that there was data for.
 
+    Of memory, ``<stem>_peak.png`` alone.
+
     Args:
         rows: One subject's, as in a result file.
         folder: Made if it is missing.
@@ -174,6 +182,9 @@ def draw(rows: Sequence[Row], folder: Path, stem: str | None = None) -> list[Pat
     if not rows:
         raise ValueError("plot: expected at least one record, got none")
     stem = stem or rows[0]["subject"]
+    if rows[0].get("peak_bytes") is not None:
+        peak = folder / f"{stem}_peak.png"
+        return [p for p in (_figure(rows, peak_mib, "MiB at most", True, peak),) if p is not None]
     what, share = share_of(rows)
     made = (
         _figure(rows, time_us, "microseconds", True, folder / f"{stem}_time.png"),

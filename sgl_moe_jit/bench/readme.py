@@ -22,7 +22,8 @@ _TITLES = {
     "finalize_models": "Finalize with the shared add, other models",
     "norm": "Finalize, shared add, residual add and RMSNorm",
     "permute": "Permutation into expert order",
-    "layer": "Routed experts of one rank and the shared add, in a CUDA graph",
+    "layer": "A whole MoE layer of one rank, in a CUDA graph",
+    "memory": "What a whole MoE layer allocates at most",
     "host": "The host's time of one eager call",
     "cpu": "Finalize with the shared add on a CPU",
     "jit": "Build and load",
@@ -82,7 +83,7 @@ def all_figures(results: Path) -> str:
         if not path.is_file():
             continue
         lines += ["", f"## {_TITLES[name]}", "", figure(path)]
-        for kind in ("time", "roofline"):
+        for kind in ("time", "roofline", "peak"):
             if (results / f"{name}_{kind}.png").is_file():
                 lines += ["", f"![{name}, {kind}]({name}_{kind}.png)"]
     return "\n".join(lines) + "\n"

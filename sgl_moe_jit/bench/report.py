@@ -31,7 +31,7 @@ class Record:
     """One provider's time for one shape.
 
     Attributes:
-        subject: finalize, norm, permute, layer, host, cpu or jit.
+        subject: finalize, norm, permute, layer, memory, host, cpu or jit.
         case: Model shape by name.
         num_tokens: T.
         hidden_dim: H.
@@ -39,10 +39,11 @@ class Record:
         mode: hot, cold, graph, eager or warm.
         weight_dtype: Of the expert weights.
         provider: Who computed it.
-        timing: Microseconds a call.
+        timing: Microseconds a call; None where memory was measured.
         bytes: What the fused op must move; the same for every provider. 0 where that says nothing.
         cache_bytes: The cache that cold buffers were rotated past; None where there is none.
         note: What else decided the time, such as a launch shape.
+        peak_bytes: Allocated at most during a call; None where time was measured.
     """
 
     subject: str
@@ -53,10 +54,11 @@ class Record:
     mode: str
     weight_dtype: str
     provider: str
-    timing: Timing
+    timing: Timing | None
     bytes: int
     cache_bytes: int | None = None
     note: str | None = None
+    peak_bytes: int | None = None
 
     @classmethod
     def of(
@@ -70,6 +72,7 @@ class Record:
         num_bytes: int,
         cache_bytes: int | None = None,
         note: str | None = None,
+        peak_bytes: int | None = None,
     ) -> Record:
         """Return the record of a provider's outcome on a case, weights in float32."""
         return cls(
@@ -85,6 +88,7 @@ class Record:
             num_bytes,
             cache_bytes,
             note or outcome.note,
+            peak_bytes,
         )
 
 
@@ -191,6 +195,10 @@ def to_json(records: Iterable[Record], stamp: Stamp) -> list[dict[str, Any]]:
     for record in records:
         row = asdict(record)
         timing = row.pop("timing")
+        if record.timing is None:
+            rows.append({**row, **asdict(stamp)})
+            continue
+        del row["peak_bytes"]
         share = share_of_peak(record.bytes, record.timing.median_us, stamp.device)
         rows.append({**row, **timing, "share_of_peak": share, **asdict(stamp)})
     return rows
@@ -210,18 +218,26 @@ def table_head() -> str:
     )
 
 
+def _value(record: Record) -> float:
+    """Return what providers are compared by: microseconds, or bytes."""
+    return record.peak_bytes or 0 if record.timing is None else record.timing.median_us
+
+
 def table_lines(records: Sequence[Record], device: str) -> list[str]:
-    """Return one line a provider of one shape; the ratio is its time over ours."""
-    ours = next((r.timing.median_us for r in records if r.provider == "sgl_moe_jit"), None)
+    """Return one line a provider of one shape; the ratio is its time, or its bytes, over ours."""
+    ours = next((_value(r) for r in records if r.provider == "sgl_moe_jit"), None)
     lines = []
     for record in records:
+        ratio = f"{_value(record) / ours:.2f}x" if ours else "-"
+        head = f"{record.case:<13} {record.num_tokens:>6} {record.mode:<5} {record.provider:<28} "
         t = record.timing
-        ratio = f"{t.median_us / ours:.2f}x" if ours else "-"
+        if t is None:
+            lines.append(f"{head}{_value(record) / 2**20:>10.1f} MiB at most {ratio:>15}")
+            continue
         rate = f"{record.bytes / t.median_us / 1e3:.1f}" if record.bytes else "-"
         share = share_of_peak(record.bytes, t.median_us, device)
         lines.append(
-            f"{record.case:<13} {record.num_tokens:>6} {record.mode:<5} {record.provider:<28} "
-            f"{t.median_us:>10.2f} {t.p20_us:>9.2f} {t.p80_us:>9.2f} {ratio:>7} {rate:>8} "
+            f"{head}{t.median_us:>10.2f} {t.p20_us:>9.2f} {t.p80_us:>9.2f} {ratio:>7} {rate:>8} "
             f"{f'{share:.1%}' if share is not None else '-':>8}"
         )
     return lines

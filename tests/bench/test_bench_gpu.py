@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sgl_moe_jit import cli
+from sgl_moe_jit.bench import layer
 
 pytestmark = pytest.mark.gpu
 
@@ -23,12 +24,18 @@ SHAPE = ("--cases", "qwen3-30b", "--tokens", "4", "--rounds", "2")
             "norm",
             SHAPE,
             {
-                *("sgl_moe_jit", "sgl_moe_jit, FP8 out", "sgl_moe_jit, two kernels"),
+                *("sgl_moe_jit", "sgl_moe_jit, in place", "sgl_moe_jit, FP8 out"),
+                *("sgl_moe_jit, two kernels",),
                 *("torch", "torch.compile"),
             },
             {"hot", "cold"},
         ),
-        ("layer", SHAPE, {"sgl_moe_jit", "sgl_moe_jit, not deferred", "GEMMs alone"}, {"graph"}),
+        (
+            "layer",
+            ("--cases", "qwen3-235b", "--tokens", "4", "--rounds", "2"),
+            {*layer.OURS, "transformers", "GEMMs alone"},
+            {"graph"},
+        ),
         ("host", ("--rounds", "2"), None, {"eager"}),
     ],
 )
@@ -41,6 +48,14 @@ def test_a_subject_measures_all_its_providers(tmp_path, subject, options, provid
     for row in rows:
         assert 0 < row["p20_us"] <= row["median_us"] <= row["p80_us"]
         assert row["device"] == torch.cuda.get_device_name()
+
+
+def test_memory_is_measured_in_every_order(tmp_path):
+    path = tmp_path / "out.json"
+    command = ["bench", "memory", "--cases", "glm-4.5", "--tokens", "256", "--json", str(path)]
+    assert cli.main(command) == 0
+    rows = {row["provider"]: row["peak_bytes"] for row in json.loads(path.read_text())}
+    assert len(rows) == 4 and all(peak >= 256 * 5120 * 2 for peak in rows.values())
 
 
 def test_every_path_of_the_permutation_is_measured(tmp_path):

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from sgl_moe_jit.bench import layer, norm, norm_peers, permute, stream
+from sgl_moe_jit.bench import layer, layer_cases, memory, norm, norm_peers, permute, stream
 from sgl_moe_jit.bench.cases import CASES, FinalizeCase, make_finalize_inputs
 from sgl_moe_jit.bench.checks import check_provider
 from sgl_moe_jit.bench.contest import WrongResultError
@@ -137,17 +137,32 @@ def test_a_path_is_offered_where_it_fits():
     assert "sgl_moe_jit, one launch" in small and "sgl_moe_jit, two launches" in small
 
 
-def test_the_layer_is_right_and_a_wrong_one_refused():
-    weights = layer.make_weights(CASE, "cpu", num_experts=8, intermediate_dim=32)
-    inputs = layer.make_inputs(weights, 6, CASE.top_k)
-    made = layer.contestants(inputs)
-    assert list(made) == ["sgl_moe_jit", "sgl_moe_jit, not deferred", layer.GEMMS]
+@pytest.mark.parametrize("name", layer_cases.LAYERS)
+@torch.no_grad()
+def test_the_layer_is_right_and_a_wrong_one_refused(name):
+    shape = dataclasses.replace(layer_cases.LAYERS[name].shape, hidden_dim=64, top_k=3)
+    tiny = dataclasses.replace(layer_cases.LAYERS[name], shape=shape, local_experts=8, width=32)
+    stock = layer_cases.make_stock(tiny, "cpu")
+    block = layer_cases.load(stock)
+    made = layer.contestants(stock, block, layer_cases.make_batch(tiny, 6, "cpu"))
+    assert list(made) == [*layer.OURS, layer.STOCK, layer.GEMMS]
     for make in made.values():
         make().check()
-    other = dataclasses.replace(inputs, shared=inputs.shared * 1.5)
-    right = layer.contestants(other)["sgl_moe_jit"]()
-    inputs.shared.mul_(0)
-    right.check()  # its own shared output is a copy
-    other.shared.mul_(0)
+    right = made["sgl_moe_jit"]()
+    stock.experts.down_proj.mul_(1.5)  # what was worked out before stays
     with pytest.raises(WrongResultError, match=r"sgl_moe_jit: a row is off by .* of its norm"):
         right.check()
+
+
+@torch.no_grad()
+def test_the_orders_that_memory_compares_are_the_layer():
+    shape = dataclasses.replace(CASES["deepseek-v3"], hidden_dim=64, top_k=3)
+    tiny = dataclasses.replace(
+        layer_cases.LAYERS["deepseek-v3"], shape=shape, local_experts=8, width=32
+    )
+    stock = layer_cases.make_stock(tiny, "cpu")
+    block = layer_cases.load(stock)
+    made = memory.contestants_by_order(stock, block, layer_cases.make_batch(tiny, 6, "cpu"))
+    assert len(made) == 4
+    for make in made.values():
+        make().check()

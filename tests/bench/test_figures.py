@@ -23,6 +23,26 @@ def record(subject, case, tokens, mode, provider, us, size=48_000_000):
     return report.Record.of(subject, CASES[case], tokens, mode, provider, outcome, size, 60)
 
 
+def peak(case, tokens, provider, mib):
+    outcome = Outcome(None, None)
+    return report.Record.of(
+        "memory",
+        CASES[case],
+        tokens,
+        "eager",
+        provider,
+        outcome,
+        0,
+        note="8 experts",
+        peak_bytes=mib * 2**20,
+    )
+
+
+def peaks():
+    mib = {"sgl_moe_jit": 100, "sgl_moe_jit, shared first": 107, "transformers": 400}
+    return [peak("deepseek-v3", 512, name, value) for name, value in mib.items()]
+
+
 def records(subject="finalize", cases=("deepseek-v3",), us=US, modes=("hot", "cold")):
     return [
         record(subject, case, tokens, mode, name, took * tokens)
@@ -98,6 +118,26 @@ def test_the_host_table(tmp_path):
     assert "| sglang | 3.00 (2.70 to 3.30) |" in text
 
 
+def test_the_table_of_whole_layers(tmp_path):
+    us = {"sgl_moe_jit": 22.0, "sgl_moe_jit, not deferred": 24.0}
+    us |= {"GEMMs alone": 20.0, "transformers": 55.0}
+    rows = records("layer", ("deepseek-v3", "glm-4.5"), us, ("graph",))
+    lines = figures.layer_table(write(tmp_path, "layer", rows)).splitlines()
+    assert "deepseek-v3: a note; glm-4.5: a note" in lines[0]
+    assert lines[4].startswith("| deepseek-v3 | 1 | 22.00 (19.80 to 24.20) | 24.00 (")
+    assert lines[4].endswith(
+        " | - | - | 20.00 (18.00 to 22.00) | 1.10x | 55.00 (49.50 to 60.50) | 2.50x |"
+    )
+    assert len(lines) == 8
+
+
+def test_the_table_of_memory(tmp_path):
+    text = figures.memory_table(write(tmp_path, "memory", peaks()))
+    # 512 tokens of 7168 in bfloat16 are 7 MiB
+    assert text.splitlines()[-1] == "| deepseek-v3 | 512 | 100 | 107 | - | 1.00 | 400 | 0.25 |"
+    assert "107.0 MiB at most           1.07x" in report.table_lines(peaks(), "some GPU")[1]
+
+
 def test_every_kind_of_file_has_a_figure_and_a_title(tmp_path):
     for name in figures.FIGURES:
         if name == "jit":
@@ -106,6 +146,8 @@ def test_every_kind_of_file_has_a_figure_and_a_title(tmp_path):
             ]
         else:
             rows = records(name, modes=("graph",) if name == "layer" else ("cold",))
+        if name == "memory":
+            rows = peaks()
         assert "2026-11-29" in figures.FIGURES[name](write(tmp_path, name, rows))
     text = readme.all_figures(tmp_path)
     assert text.count("\n## ") == len(figures.FIGURES)
@@ -145,7 +187,9 @@ def test_plots_are_written_and_small(tmp_path):
         "layer",
         [record("layer", "llama4", t, "graph", "sgl_moe_jit", t, 0) for t in (1, 2)],
     )
-    assert plot.main([str(path), str(one), str(layer), str(tmp_path / "png")]) == 0
+    memory = write(tmp_path, "memory", peaks())
+    files = [str(file) for file in (path, one, layer, memory)]
+    assert plot.main([*files, str(tmp_path / "png")]) == 0
     made = sorted((tmp_path / "png").iterdir())
     assert [file.name for file in made] == [
         "finalize_models_roofline.png",
@@ -153,6 +197,7 @@ def test_plots_are_written_and_small(tmp_path):
         "finalize_roofline.png",
         "finalize_time.png",
         "layer_time.png",  # whose bytes say nothing
+        "memory_peak.png",
     ]
     for file in made:
         assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size < 150_000, file

@@ -129,7 +129,11 @@ def bad_inputs(device):
             "shared_gate_logits: expected a contiguous",
         ),
         "hidden_dim with shared": (change(hidden_dim=31), ValueError, "hidden_dim: expected 32"),
-        "hidden_dim 0": (change(shared=None, hidden_dim=0), ValueError, "hidden_dim: expected 1"),
+        "hidden_dim 0": (
+            change(shared=None, hidden_dim=0),
+            ValueError,
+            r"hidden_dim: expected a width of 1 to 40 \(the width of gemm2_out\), got 0",
+        ),
         "hidden_dim 41": (change(shared=None, hidden_dim=41), ValueError, "hidden_dim: expected"),
     }
 

@@ -30,7 +30,7 @@ __device__ __forceinline__ uint32_t cluster_size() {
   return size;
 }
 // Every thread of every block must make both calls, in this order. They order no memory but what
-// expect_messages wrote, which all see after the second.
+// init_barrier wrote, which all see after the second.
 __device__ __forceinline__ void cluster_arrive() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -54,13 +54,22 @@ __device__ __forceinline__ uint32_t address_in_block(uint32_t address, uint32_t 
   return address;
 }
 
-// Has barrier open once so many bytes of messages are here. For one thread of a block; others may
-// send after cluster_arrive and cluster_wait.
-__device__ __forceinline__ void expect_messages(uint64_t* barrier, uint32_t bytes) {
+// Makes barrier ready for use. For one thread of a block; others may send after cluster_arrive and
+// cluster_wait.
+__device__ __forceinline__ void init_barrier(uint64_t* barrier) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
       "mbarrier.init.shared::cta.b64 [%0], 1;\n"
-      "fence.mbarrier_init.release.cluster;\n"
+      "fence.mbarrier_init.release.cluster;" ::"r"(shared_address(barrier))
+      : "memory");
+#endif
+}
+
+// Has barrier open once so many bytes of messages are here; some may have come before. For the
+// thread that made it ready, after cluster_wait: compute-sanitizer sees no order without it.
+__device__ __forceinline__ void expect_messages(uint64_t* barrier, uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
       "r"(bytes)
       : "memory");

@@ -120,12 +120,17 @@ class ClusterExchange {
   __device__ __forceinline__ void begin(int num_slots, int num_values) {
     if (threadIdx.x == 0) {
       for (int which = 0; which < num_values; ++which) {
-        device::expect_messages(&memory_.arrived[which], num_slots * sizeof(float));
+        device::init_barrier(&memory_.arrived[which]);
       }
     }
     __syncwarp();
     device::cluster_arrive();
     device::cluster_wait();  // a block's shared memory can be written once the block runs
+    if (threadIdx.x == 0) {
+      for (int which = 0; which < num_values; ++which) {
+        device::expect_messages(&memory_.arrived[which], num_slots * sizeof(float));
+      }
+    }
   }
 
   // Lane r sends to the block of rank r.
