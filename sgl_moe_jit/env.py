@@ -154,6 +154,12 @@ CPU_ISA: EnvVar[str] = EnvVar(
     _one_of("auto", "portable", "avx2", "avx512"),
     "Instruction set of the CPU kernels: `auto`, `portable`, `avx2` or `avx512`. Same bits.",
 )
+ENABLE_WATERFILL: EnvVar[bool] = EnvVar(
+    "SGL_MOE_JIT_ENABLE_WATERFILL",
+    False,
+    _parse_bool,
+    "On: `SharedExpertFusionConfig.from_environment` sends shared experts where there is room.",
+)
 
 
 FLAG_PDL, FLAG_VECTOR, FLAG_CHECK_INDICES = 1, 2, 4
