@@ -3,6 +3,13 @@
 """Expert parallelism: shared experts as expert slots of each rank."""
 
 from sgl_moe_jit.ep.backends import is_deepep_class_backend
+from sgl_moe_jit.ep.eplb import (
+    get_moe_weights,
+    logical_to_physical_table,
+    mark_global_experts,
+    to_physical,
+)
+from sgl_moe_jit.ep.expert_counts import ExpertCounts, drop_shared_counts
 from sgl_moe_jit.ep.layout import EpLayout
 from sgl_moe_jit.ep.shared_fusion import (
     SharedExpertFusionConfig,
@@ -12,8 +19,14 @@ from sgl_moe_jit.ep.shared_fusion import (
 
 __all__ = [
     "EpLayout",
+    "ExpertCounts",
     "SharedExpertFusionConfig",
     "determine_num_fused_shared_experts",
+    "drop_shared_counts",
     "fused_shared_expert_weight",
+    "get_moe_weights",
     "is_deepep_class_backend",
+    "logical_to_physical_table",
+    "mark_global_experts",
+    "to_physical",
 ]

@@ -217,10 +217,7 @@ class EpLayout:
     def _each(self, ids: Ids, bound: int, formula: Callable[[Ids], Ids]) -> Ids:
         """Apply a formula to ids from 0 to ``bound - 1``, and keep those below 0."""
         if isinstance(ids, Tensor):
-            if ids.dtype not in (torch.int32, torch.int64):
-                raise TypeError(f"ids: expected int32 or int64, got {ids.dtype}; convert with .to")
-            if ids.numel() and _may_read(ids):
-                _check_bound(int(ids.max()), bound)
+            check_ids(ids, bound)
             # Ids below 0 would be divided too; what comes of that is not kept.
             return _where(ids < 0, ids, formula(ids))
         if isinstance(ids, bool):
@@ -230,7 +227,20 @@ class EpLayout:
         return value if value < 0 else formula(value)
 
 
-def _may_read(ids: Tensor) -> bool:
+def check_ids(ids: Tensor, bound: int) -> None:
+    """Refuse ids of another dtype, and too large ones where they may be looked at.
+
+    Raises:
+        TypeError: they are neither int32 nor int64.
+        ValueError: one is ``bound`` or above.
+    """
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"ids: expected int32 or int64, got {ids.dtype}; convert with .to")
+    if ids.numel() and may_read(ids):
+        _check_bound(int(ids.max()), bound)
+
+
+def may_read(ids: Tensor) -> bool:
     """Whether the largest id may be looked at: free on a CPU, a synchronisation on a GPU."""
     if torch.compiler.is_compiling() or type(ids) not in (Tensor, torch.nn.Parameter):
         return False
