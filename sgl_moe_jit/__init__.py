@@ -12,6 +12,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from sgl_moe_jit.ep.backends import is_deepep_class_backend
+    from sgl_moe_jit.ep.eplb import get_moe_weights, to_physical
+    from sgl_moe_jit.ep.expert_counts import ExpertCounts
+    from sgl_moe_jit.ep.layout import EpLayout
+    from sgl_moe_jit.ep.shared_fusion import (
+        SharedExpertFusionConfig,
+        determine_num_fused_shared_experts,
+        fused_shared_expert_weight,
+    )
     from sgl_moe_jit.jit import cache_once, load_jit
     from sgl_moe_jit.moe.block import SharedExpertMoEBlock
     from sgl_moe_jit.moe.config import MoEConfig
@@ -48,6 +57,14 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
+    "EpLayout": "ep.layout",
+    "ExpertCounts": "ep.expert_counts",
+    "SharedExpertFusionConfig": "ep.shared_fusion",
+    "determine_num_fused_shared_experts": "ep.shared_fusion",
+    "fused_shared_expert_weight": "ep.shared_fusion",
+    "get_moe_weights": "ep.eplb",
+    "is_deepep_class_backend": "ep.backends",
+    "to_physical": "ep.eplb",
     "cache_once": "jit",
     "load_jit": "jit",
     "ExpertWeights": "moe.expert_weights",
@@ -81,6 +98,8 @@ _HOME = {
 __all__ = [
     "BypassedTopKOutput",
     "DeferredFinalizeOutput",
+    "EpLayout",
+    "ExpertCounts",
     "ExpertWeights",
     "FusedMoE",
     "MoEConfig",
@@ -91,14 +110,19 @@ __all__ = [
     "RouterConfig",
     "RunnerConfig",
     "RunnerPlan",
+    "SharedExpertFusionConfig",
     "SharedExpertMoEBlock",
     "StandardTopKOutput",
     "TopKFormat",
     "cache_once",
     "create_runner",
     "deferred_finalize_context",
+    "determine_num_fused_shared_experts",
     "explain",
     "finalize_output",
+    "fused_shared_expert_weight",
+    "get_moe_weights",
+    "is_deepep_class_backend",
     "is_deferred_finalize_enabled",
     "load_jit",
     "moe_finalize_fuse_shared",
@@ -107,6 +131,7 @@ __all__ = [
     "register_runner",
     "router_logits",
     "select_experts",
+    "to_physical",
 ]
 
 

@@ -106,6 +106,12 @@ class SharedExpertMoEBlock(torch.nn.Module):
                 "experts: expected reduce_results=False, since their output is reduced after the "
                 "shared output is added; pass reduce_results to the block"
             )
+        num_slots = getattr(experts, "num_fused_shared_experts", 0)
+        if num_slots and shared_experts is not None and not shared_is_fused:
+            raise ValueError(
+                f"shared_is_fused: expected True, since the experts hold {num_slots} shared slots, "
+                "or the shared experts would count twice; got False"
+            )
         self.groups: ReduceGroups = getattr(experts, "groups", None) or ReduceGroups(None, None)
         if reduce_results and not self.groups.given:
             raise ValueError("reduce_results: expected experts with a tp_group or an ep_group")

@@ -55,7 +55,8 @@ class MoELayer(torch.nn.Module):
     T tokens, K experts a token, H hidden size.
 
     Attributes:
-        num_local_experts: On this rank.
+        num_local_experts: On this rank, slots of shared experts included.
+        num_fused_shared_experts: How many of them, the last ones, are slots of shared experts.
         hidden_dim: H.
         intermediate_dim: Width of an expert.
         has_gate: Whether experts have a gate.
@@ -65,6 +66,7 @@ class MoELayer(torch.nn.Module):
     """
 
     num_local_experts: int
+    num_fused_shared_experts: int = 0
     hidden_dim: int
     intermediate_dim: int
     has_gate: bool

@@ -11,6 +11,7 @@ Importing this package registers the implementation ``"sgl_moe_jit"``::
 
 ``load_block`` makes a :class:`~sgl_moe_jit.moe.block.SharedExpertMoEBlock` of one MoE module, and
 ``load_experts`` a :class:`~sgl_moe_jit.moe.layer.FusedMoE` of its experts, on the same parameters.
+``load_slice`` is ``FusedMoE.from_transformers``: one rank's experts, the shared ones among them.
 """
 
 from sgl_moe_jit.integrations.transformers.blocks import (
@@ -20,6 +21,7 @@ from sgl_moe_jit.integrations.transformers.blocks import (
 )
 from sgl_moe_jit.integrations.transformers.experts import EXPERTS_IMPLEMENTATION, register
 from sgl_moe_jit.integrations.transformers.layer_loading import load_block, load_experts
+from sgl_moe_jit.integrations.transformers.slice_loading import load_slice
 
 __all__ = [
     "EXPERTS_IMPLEMENTATION",
@@ -27,6 +29,7 @@ __all__ = [
     "fuse_shared_experts",
     "load_block",
     "load_experts",
+    "load_slice",
     "register",
     "unfuse_shared_experts",
 ]

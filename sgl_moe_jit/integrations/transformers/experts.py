@@ -83,7 +83,8 @@ def _gate_is_default(module: torch.nn.Module) -> bool:
     )
 
 
-def _activation_is_silu(module: torch.nn.Module) -> bool:
+def activation_is_silu(module: torch.nn.Module) -> bool:
+    """Whether a module's ``act_fn`` is SiLU as it is, without hooks that would be lost."""
     activation: Any = getattr(module, "act_fn", None)
     if activation is torch.nn.functional.silu:
         return True
@@ -148,7 +149,7 @@ def expert_weights(module: torch.nn.Module) -> ExpertWeights:
         up_bias=up_bias,
         down_bias=down_bias,
         post_expert_norm=norm,
-        is_silu_and_mul=default_gate and _activation_is_silu(module),
+        is_silu_and_mul=default_gate and activation_is_silu(module),
     )
 
 

@@ -21,6 +21,7 @@ from sgl_moe_jit.integrations.transformers.block_table import (
 from sgl_moe_jit.integrations.transformers.experts import expert_weights
 from sgl_moe_jit.moe.activation_kinds import SwiGlu
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
+from sgl_moe_jit.moe.expert_weights import ExpertWeights
 from sgl_moe_jit.moe.layer import FusedMoE
 from sgl_moe_jit.moe.topk import StandardTopKOutput
 
@@ -45,17 +46,36 @@ def read_gate(output: tuple[Tensor, Tensor, Tensor]) -> StandardTopKOutput:
     return StandardTopKOutput(weights, ids)
 
 
-def _describe(module: torch.nn.Module) -> str:
+def describe(module: torch.nn.Module) -> str:
+    """Return the full name of a module's class."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def _refuse_hooks(module: torch.nn.Module) -> None:
+def refuse_hooks(module: torch.nn.Module) -> None:
     """Refuse what would no longer run: the module's own call is not made any more."""
-    name = _describe(module)
+    name = describe(module)
     if "forward" in module.__dict__:
         raise UnsupportedError(f"{name}: expected its own forward, got one set on the instance")
     if any(getattr(module, hooks) for hooks in _HOOKS):
         raise UnsupportedError(f"{name}: expected no hooks, which would be lost; remove them first")
+
+
+def experts_of(experts: torch.nn.Module) -> ExpertWeights:
+    """Return the views of :func:`expert_weights` of a module that is not called any more.
+
+    Raises:
+        UnsupportedError: as of :func:`load_experts`.
+    """
+    weights = expert_weights(experts)
+    refuse_hooks(experts)
+    if getattr(experts, "_is_expert_parallel", False):
+        raise UnsupportedError(
+            f"{describe(experts)}._is_expert_parallel: expected False, got True; load the whole "
+            "layer and pass expert_range and ep_group"
+        )
+    if weights.is_silu_and_mul:  # the same function, without a hold on the old module
+        weights = replace(weights, activation=SwiGlu())
+    return weights
 
 
 def load_experts(experts: torch.nn.Module, **options: Any) -> FusedMoE:
@@ -72,16 +92,7 @@ def load_experts(experts: torch.nn.Module, **options: Any) -> FusedMoE:
         UnsupportedError: see :func:`expert_weights`; or the module has hooks, a patched forward,
             or is one rank's part under transformers' expert parallelism (which works by hooks).
     """
-    weights = expert_weights(experts)
-    _refuse_hooks(experts)
-    if getattr(experts, "_is_expert_parallel", False):
-        raise UnsupportedError(
-            f"{_describe(experts)}._is_expert_parallel: expected False, got True; load the whole "
-            "layer and pass expert_range and ep_group"
-        )
-    if weights.is_silu_and_mul:  # the same function, without a hold on the old module
-        weights = replace(weights, activation=SwiGlu())
-    return FusedMoE(weights, **options)
+    return FusedMoE(experts_of(experts), **options)
 
 
 def _gate(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,13 +121,13 @@ def routed_forward_is_known(cls: Any) -> bool:
         return False
 
 
-def _shared_of(block: Any) -> dict[str, Any]:
+def shared_of(block: Any) -> dict[str, Any]:
     """Return the block's shared experts and their gate as arguments of ours.
 
     Raises:
         UnsupportedError: the block's class, or its forward in this version, is not known.
     """
-    cls, name = type(block), _describe(block)
+    cls, name = type(block), describe(block)
     known = f"{', '.join(sorted((*SUPPORTED, *ROUTED_ONLY)))} of transformers"
     if cls.__name__ in ROUTED_ONLY:
         folder = ROUTED_ONLY[cls.__name__]
@@ -163,8 +174,8 @@ def load_block(block: torch.nn.Module, **options: Any) -> SharedExpertMoEBlock:
         UnsupportedError: the block is not known, or has hooks or a patched forward; says why. See
             also :func:`load_experts`.
     """
-    shared = _shared_of(block)
-    _refuse_hooks(block)
+    shared = shared_of(block)
+    refuse_hooks(block)
     names = ("runner", "expert_range", "tp_group", "ep_group")
     for_experts = {name: options.pop(name) for name in names if name in options}
     stock = cast("Any", block)
