@@ -22,6 +22,14 @@ def _memory(x: Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.dtype, x.device, x.shape, x.stride()
 
 
+def _memories(
+    up: Tensor, down: Tensor, up_scale: Tensor | None, down_scale: Tensor | None
+) -> tuple[Any, ...]:
+    if up_scale is None or down_scale is None:
+        return _memory(up), _memory(down)
+    return _memory(up), _memory(down), _memory(up_scale), _memory(down_scale)
+
+
 @dataclass(frozen=True)
 class BoundRunner:
     """A runner made for some tensors at some addresses.
@@ -29,7 +37,7 @@ class BoundRunner:
     Attributes:
         runner: The runner.
         weights: What it was made for.
-        memory: Where both projections lay.
+        memory: Where both projections and their scales lay.
     """
 
     runner: MoERunner
@@ -52,7 +60,7 @@ class BoundRunner:
         runner = create_runner(name, weights)
         memory: tuple[Any, ...] = ()
         if not torch.compiler.is_compiling():
-            memory = (_memory(weights.up), _memory(weights.down))
+            memory = _memories(weights.up, weights.down, weights.up_scale, weights.down_scale)
         return cls(runner, weights, memory)
 
     def serves(
@@ -61,6 +69,8 @@ class BoundRunner:
         down: Tensor,
         up_bias: Tensor | None,
         down_bias: Tensor | None,
+        up_scale: Tensor | None,
+        down_scale: Tensor | None,
         activation: object,
         post_expert_norm: object,
     ) -> bool:
@@ -71,9 +81,11 @@ class BoundRunner:
             and down is own.down
             and up_bias is own.up_bias
             and down_bias is own.down_bias
+            and up_scale is own.up_scale
+            and down_scale is own.down_scale
             and activation is own.activation
             and post_expert_norm is own.post_expert_norm
-            and self.memory == (_memory(up), _memory(down))
+            and self.memory == _memories(up, down, up_scale, down_scale)
         )
 
 

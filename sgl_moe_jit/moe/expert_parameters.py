@@ -29,11 +29,18 @@ class ParameterNames:
     down: str
     up_bias: str
     down_bias: str
+    up_scale: str
+    down_scale: str
+
+    @classmethod
+    def of(cls, up: str, down: str) -> Self:
+        """Return two projections' names with the field's suffixes for what belongs to them."""
+        return cls(up, down, f"{up}_bias", f"{down}_bias", f"{up}_scale", f"{down}_scale")
 
 
-SGLANG_NAMES = ParameterNames("w13_weight", "w2_weight", "w13_weight_bias", "w2_weight_bias")
-GATED_NAMES = ParameterNames("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
-UNGATED_NAMES = ParameterNames("up_proj", "down_proj", "up_proj_bias", "down_proj_bias")
+SGLANG_NAMES = ParameterNames.of("w13_weight", "w2_weight")
+GATED_NAMES = ParameterNames.of("gate_up_proj", "down_proj")
+UNGATED_NAMES = ParameterNames.of("up_proj", "down_proj")
 
 
 def _laid_out(activation: Activation | None, is_concatenated: bool) -> tuple[Activation, bool]:
@@ -81,6 +88,8 @@ class ExpertParameters(torch.nn.Module):
         self._register(self.names.down, weights.down)
         self._register(self.names.up_bias, weights.up_bias)
         self._register(self.names.down_bias, weights.down_bias)
+        self._register(self.names.up_scale, weights.up_scale)
+        self._register(self.names.down_scale, weights.down_scale)
 
     def _register(self, name: str, tensor: Tensor | None) -> None:
         if tensor is not None and not isinstance(tensor, torch.nn.Parameter):
@@ -102,6 +111,8 @@ class ExpertParameters(torch.nn.Module):
         has_gate: bool = True,
         w13_bias: Tensor | None = None,
         w2_bias: Tensor | None = None,
+        w13_scale: Tensor | None = None,
+        w2_scale: Tensor | None = None,
         **options: Any,
     ) -> Self:
         """Build from sglang's layout: w13 [E, 2I, H], gate above up; w2 [E, H, I].
@@ -114,6 +125,9 @@ class ExpertParameters(torch.nn.Module):
             has_gate: Whether w13 holds a gate.
             w13_bias: [E, 2I] (or [E, I]), or None.
             w2_bias: [E, H], or None.
+            w13_scale: Of float8_e4m3fn weights: float32 [E, 2I] (or [E, I]), a last dimension of 1
+                allowed. Becomes ``w13_weight_scale``.
+            w2_scale: The same, [E, H].
             **options: Of the class.
         """
         activation, plain = _laid_out(activation, is_concatenated=True)
@@ -125,6 +139,8 @@ class ExpertParameters(torch.nn.Module):
             up_bias=w13_bias,
             down_bias=w2_bias,
             is_silu_and_mul=plain,
+            up_scale=w13_scale,
+            down_scale=w2_scale,
         )
         return cls(weights, names=SGLANG_NAMES, **options)
 
@@ -140,6 +156,8 @@ class ExpertParameters(torch.nn.Module):
         has_gate: bool = True,
         gate_up_proj_bias: Tensor | None = None,
         down_proj_bias: Tensor | None = None,
+        gate_up_proj_scale: Tensor | None = None,
+        down_proj_scale: Tensor | None = None,
         **options: Any,
     ) -> Self:
         """Build from the layouts of transformers, which only the two flags tell apart.
@@ -154,6 +172,9 @@ class ExpertParameters(torch.nn.Module):
             has_gate: Whether there is a gate.
             gate_up_proj_bias: [E, 2I] (or [E, I]), or None.
             down_proj_bias: [E, H], or None.
+            gate_up_proj_scale: See ``w13_scale``; a scale belongs to an output row in either
+                layout.
+            down_proj_scale: See ``w2_scale``.
             **options: Of the class.
         """
         activation, plain = _laid_out(activation, is_concatenated)
@@ -166,11 +187,15 @@ class ExpertParameters(torch.nn.Module):
             up_bias=gate_up_proj_bias,
             down_bias=down_proj_bias,
             is_silu_and_mul=plain,
+            up_scale=gate_up_proj_scale,
+            down_scale=down_proj_scale,
         )
         return cls(weights, **options)
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return both projections and their biases as they are now."""
+    def tensors(
+        self,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Return both projections, their biases and their scales as they are now."""
         names = self.names
 
         def current(name: str) -> Any:
@@ -183,11 +208,13 @@ class ExpertParameters(torch.nn.Module):
             current(names.down),
             current(names.up_bias),
             current(names.down_bias),
+            current(names.up_scale),
+            current(names.down_scale),
         )
 
     def expert_weights(self) -> ExpertWeights:
         """Return the current parameters, as a runner wants them."""
-        up, down, up_bias, down_bias = self.tensors()
+        up, down, up_bias, down_bias, up_scale, down_scale = self.tensors()
         return ExpertWeights(
             up=up,
             down=down,
@@ -198,6 +225,8 @@ class ExpertParameters(torch.nn.Module):
             down_bias=down_bias,
             post_expert_norm=self.post_expert_norm,
             is_silu_and_mul=self.is_silu_and_mul,
+            up_scale=up_scale,
+            down_scale=down_scale,
         )
 
     def extra_repr(self) -> str:

@@ -5,9 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
+
+from sgl_moe_jit.moe.quantization import Quantization
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,10 @@ class ExpertWeights:
         post_expert_norm: Applied to each expert row before it is weighted, or None.
         is_silu_and_mul: Whether ``activation`` is exactly ``silu(first half) * second half``, so
             that a runner may use its own kernel for it.
+        up_scale: Scales of ``up``'s output rows where it is float8_e4m3fn: float32 [E, 2I] or
+            [E, I], or with a last dimension of 1, as checkpoints have them. The weight is
+            ``up * scale``. Activations are then quantized by row as they come.
+        down_scale: Scales of ``down``'s output rows: float32 [E, H] or [E, H, 1].
     """
 
     up: Tensor
@@ -41,6 +48,8 @@ class ExpertWeights:
     down_bias: Tensor | None = None
     post_expert_norm: Callable[[Tensor], Tensor] | None = None
     is_silu_and_mul: bool = False
+    up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -54,3 +63,51 @@ class ExpertWeights:
     def down_as_input_major(self) -> Tensor:
         """Return ``down`` as [E, I, H] (a view)."""
         return self.down if self.is_transposed else self.down.transpose(1, 2)
+
+    @property
+    def quantization(self) -> Quantization:
+        """Form of the two projections."""
+        if self.up_scale is None:
+            return Quantization.NONE
+        return Quantization.FP8_PER_CHANNEL
+
+    def up_scale_by_row(self) -> Tensor:
+        """Return ``up_scale`` as [E, 2I] (a view).
+
+        Raises:
+            ValueError: the weights have no scales.
+        """
+        return _by_row(self.up_scale)
+
+    def down_scale_by_row(self) -> Tensor:
+        """Return ``down_scale`` as [E, H] (a view). See :meth:`up_scale_by_row`."""
+        return _by_row(self.down_scale)
+
+    def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> ExpertWeights:
+        """Return a copy without scales, each weight ``value * scale`` in float32, rounded once.
+
+        It takes twice the memory, has gradients, and its activations are not quantized: results
+        differ from the quantized layer's by that layer's rounding of activations.
+
+        Args:
+            dtype: Of the copies.
+        """
+        if self.quantization is Quantization.NONE:
+            return self
+
+        def wide(values: Tensor, scale: Tensor) -> Tensor:
+            return (values.float() * scale.unsqueeze(1 if self.is_transposed else 2)).to(dtype)
+
+        return replace(
+            self,
+            up=wide(self.up, self.up_scale_by_row()),
+            down=wide(self.down, self.down_scale_by_row()),
+            up_scale=None,
+            down_scale=None,
+        )
+
+
+def _by_row(scale: Tensor | None) -> Tensor:
+    if scale is None:
+        raise ValueError("up_scale, down_scale: expected tensors, got None")
+    return scale.squeeze(2) if scale.dim() == 3 else scale

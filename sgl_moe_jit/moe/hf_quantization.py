@@ -72,8 +72,22 @@ def _compressed_tensors(quantization: Quantization, spellings: list[str]) -> str
         if name not in ("mxfp4", "nvfp4"):
             name = f"{weights['type']}{weights['num_bits']}"
         block = weights.get("block_structure")
-        return f"{name} {_size(block)}" if block else _with_group(name, weights)
+        if block:
+            return f"{name} {_size(block)}"
+        if (name, weights.get("strategy")) == ("float8", "channel"):
+            return _per_channel(group.get("input_activations"))
+        return _with_group(name, weights)
     return None
+
+
+def _per_channel(activations: Quantization | None) -> str:
+    """Name FP8 with a scale an output row; activations by token as they come go without saying."""
+    name = "fp8 e4m3 channel"
+    if not activations:
+        return f"{name}, weights only"
+    if activations.get("dynamic") is True and activations.get("strategy") == "token":
+        return name
+    return f"{name}, activations not by token"
 
 
 def _size(block: Iterable[int]) -> str:
@@ -121,7 +135,7 @@ def formats(
     """Return the formats of routed and of shared experts; None: not quantized.
 
     A format is named by its element type and its blocks or groups: ``fp8 e4m3 128x128``,
-    ``nvfp4 g16``, ``int4 g32``. Methods not known here keep their own name.
+    ``nvfp4 g16``, ``int4 g32``, ``fp8 e4m3 channel``. Methods not known here keep their own name.
 
     Args:
         values: The text model's dictionary.

@@ -31,6 +31,9 @@ class FusedMoE(ExpertParameters, MoELayer):
     after one that moves a weight to another address it has to be captured again. See
     :class:`ExpertParameters` for how they are held, :class:`MoELayer` for calls.
 
+    float8_e4m3fn weights bring their scales as parameters, named ``..._scale``, and are for
+    inference only.
+
     Args:
         weights: The parameters, their declared layout and the activation.
         names: Names of the parameters; None: transformers'.

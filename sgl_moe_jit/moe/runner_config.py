@@ -21,7 +21,7 @@ class RunnerConfig:
         num_experts: E, on this rank.
         hidden_dim: H.
         intermediate_dim: I.
-        dtype: Of the expert weights.
+        dtype: Of the expert weights; of the hidden states where weights are quantized.
         device: Of the expert weights.
         is_transposed: Layout of both projections.
         aligned_16_bytes: Whether both projections, and every matrix row in them, start on a
@@ -57,7 +57,9 @@ class RunnerConfig:
         """Read the sizes off the weights and their declared layout.
 
         Raises:
-            ValueError: the two projections do not belong together; names both shapes.
+            TypeError: float8_e4m3fn weights without scales, or scales beside others.
+            ValueError: the two projections, or a projection and its scales, do not belong
+                together; names the shapes.
         """
         up, down = weights.up_as_input_major(), weights.down_as_input_major()
         shapes = f"{tuple(weights.up.shape)} and {tuple(weights.down.shape)}"
@@ -75,6 +77,8 @@ class RunnerConfig:
                 f"is_transposed={weights.is_transposed}, has_gate={weights.has_gate}"
             )
 
+        _check_scales(weights)
+
         def aligned(matrix: Tensor) -> bool:
             size = matrix.element_size()
             rows = all(s == 1 or s * size % 16 == 0 for s in matrix.stride())
@@ -87,8 +91,40 @@ class RunnerConfig:
             num_experts=up.shape[0],
             hidden_dim=up.shape[1],
             intermediate_dim=down.shape[1],
-            dtype=up.dtype,
+            dtype=up.dtype if weights.up_scale is None else torch.bfloat16,
             device=up.device,
             is_transposed=weights.is_transposed,
             aligned_16_bytes=aligned(weights.up) and aligned(weights.down),
+            quantization=weights.quantization,
         )
+
+
+def _check_scales(weights: ExpertWeights) -> None:
+    """Check that FP8 weights, and no others, come with a scale for each output row."""
+    projections = (
+        ("up", weights.up, weights.up_scale, weights.up_as_input_major()),
+        ("down", weights.down, weights.down_scale, weights.down_as_input_major()),
+    )
+    for name, matrix, scale, input_major in projections:
+        is_fp8 = matrix.dtype == torch.float8_e4m3fn
+        if is_fp8 != (scale is not None):
+            got = "None" if scale is None else f"scales beside {matrix.dtype}"
+            raise TypeError(
+                f"{name}_scale: expected float32 scales beside float8_e4m3fn weights, and None "
+                f"beside others, got {got}; a module's .to(dtype) converts weights, scales stay: "
+                "move it with .to(device) alone"
+            )
+        if scale is None:
+            continue
+        rows = (input_major.shape[0], input_major.shape[2])
+        if scale.dtype != torch.float32:
+            raise TypeError(
+                f"{name}_scale: expected float32, got {scale.dtype}; convert it with .float()"
+            )
+        if tuple(scale.shape) not in (rows, (*rows, 1)):
+            raise ValueError(
+                f"{name}_scale: expected {rows}, one for each output row, or with a last "
+                f"dimension of 1, got {tuple(scale.shape)}"
+            )
+        if scale.device != matrix.device:
+            raise ValueError(f"{name}_scale: expected on {matrix.device}, got {scale.device}")

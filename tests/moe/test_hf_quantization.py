@@ -29,6 +29,18 @@ MIXED = {
     "ignore": [],
     "config_groups": {"group_0": FP8_GROUP, "group_1": NVFP4_GROUP},
 }
+CHANNEL_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
+BY_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+
+
+def per_channel(activations):
+    group = {"targets": ["Linear"], "weights": CHANNEL_WEIGHTS, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "config_groups": {"group_0": group},
+    }
 
 
 def listed(routed, shared=None, block="ffn", layers=60):
@@ -78,6 +90,12 @@ def formats(name, quantization=None, outside=False, **changes):
         (formats("gpt-oss-120b"), ("mxfp4 g32", None)),
         # Groups with targets: both kinds of experts in the second.
         (formats("deepseek-v4-flash", MIXED), ("nvfp4 g16", "nvfp4 g16")),
+        (formats("glm-5", per_channel(BY_TOKEN)), ("fp8 e4m3 channel",) * 2),
+        (formats("glm-5", per_channel(None)), ("fp8 e4m3 channel, weights only",) * 2),
+        (
+            formats("glm-5", per_channel({**BY_TOKEN, "strategy": "tensor", "dynamic": False})),
+            ("fp8 e4m3 channel, activations not by token",) * 2,
+        ),
         (formats("mixtral-8x7b"), (None, None)),
         (formats("deepseek-v3", {"quant_method": "fp8"}), ("fp8 e4m3", "fp8 e4m3")),
         # Not known here: under its own name, which is enough to see whether two are alike.

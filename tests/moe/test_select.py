@@ -28,10 +28,11 @@ field_report = pytest.mark.field_report
 CUDA = RunnerConfig(
     128, 7168, 2048, torch.bfloat16, torch.device("cuda", 0), False, True, layout="any"
 )
-NONE, FP8, FP8_TENSOR, NVFP4, MXFP4 = (
+NONE, FP8, FP8_TENSOR, FP8_CHANNEL, NVFP4, MXFP4 = (
     Quantization.NONE,
     Quantization.FP8_BLOCK,
     Quantization.FP8_PER_TENSOR,
+    Quantization.FP8_PER_CHANNEL,
     Quantization.NVFP4,
     Quantization.MXFP4,
 )
@@ -82,6 +83,8 @@ CHOICES = [
     ((12, 0), NVFP4, "flashinfer_cutlass"),
     ((9, 0), NONE, "flashinfer_cutlass"),
     ((9, 0), FP8, "flashinfer_cutlass"),
+    ((9, 0), FP8_CHANNEL, "grouped_mm"),
+    ((10, 0), FP8_CHANNEL, "native"),
     ((9, 0), NVFP4, None),
     ((9, 0), MXFP4, None),
     ((8, 0), NONE, "grouped_mm"),
@@ -177,7 +180,8 @@ def test_a_checkout_that_shadows_the_wheel_is_judged_by_its_own_version(machine,
          "weights: needs layout flashinfer_trtllm, got plain; prepare them for it"),
         ("flashinfer_cutlass", replace(CUDA, quantization=MXFP4), "got mxfp4"),
         ("flashinfer_cutlass", replace(CUDA, quantization=FP8), "capability 9.0, got 10.0"),
-        ("native", replace(CUDA, quantization=NVFP4), "quantization: serves none, got nvfp4"),
+        ("native", replace(CUDA, quantization=NVFP4),
+         "quantization: serves none, fp8_per_channel, got nvfp4"),
         ("grouped_mm", replace(CUDA, layout="flashinfer_trtllm"), "needs layout plain, got"),
     ],
 )  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 from sgl_moe_jit.errors import UnsupportedError
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.expert_weights import ExpertWeights
+from sgl_moe_jit.moe.quantization import Quantization
 from sgl_moe_jit.moe.runner_config import RunnerConfig
 from sgl_moe_jit.moe.runners.base import (
     RunnerEntry,
@@ -21,53 +22,16 @@ from sgl_moe_jit.moe.runners.base import (
     wants_defer,
     weigh_input,
 )
+from sgl_moe_jit.moe.runners.expert_gemms import ExpertGemms, PerChannelFp8Gemms, PlainGemms
+from sgl_moe_jit.moe.runners.grouped_mm_support import DTYPES, supports
+from sgl_moe_jit.moe.runners.inference_only import check_quantized_input
 from sgl_moe_jit.moe.runners.weighted_sum import weighted_sum
 from sgl_moe_jit.moe.topk import TopKFormat, TopKOutput
 from sgl_moe_jit.ops.activation import silu_and_mul
-from sgl_moe_jit.ops.grouped_mm import grouped_mm
-from sgl_moe_jit.ops.permute import MAX_EXPERTS, moe_permute
-
-_DTYPES = (torch.bfloat16, torch.float32)
-# torch's CUDA kernel: "Can't process more than 1024 groups", and it means fewer than that.
-_MAX_CUDA_EXPERTS = 1023
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def supports(config: RunnerConfig) -> Support:
-    """Say whether this runner can serve a layer. Starts nothing; asks the driver on CUDA only."""
-
-    def no(why: str) -> Support:
-        return Support(False, why)
-
-    if not hasattr(torch.nn.functional, "grouped_mm"):
-        return no(f"torch {torch.__version__} has no torch.nn.functional.grouped_mm; needs 2.10")
-    if config.dtype not in _DTYPES:
-        return no(f"dtype: needs bfloat16 or float32 (the finalize's), got {_name(config.dtype)}")
-    item = config.dtype.itemsize
-    aligned = config.hidden_dim * item % 16 == 0 and config.intermediate_dim * item % 16 == 0
-    if not (config.aligned_16_bytes and aligned):
-        return no(
-            "strides: torch's grouped_mm needs matrix rows that start on multiples of 16 bytes; "
-            f"got hidden_dim {config.hidden_dim}, intermediate_dim {config.intermediate_dim} "
-            f"in {_name(config.dtype)}"
-        )
-    limit = _MAX_CUDA_EXPERTS if config.device.type == "cuda" else MAX_EXPERTS
-    if config.num_experts > limit:
-        return no(f"num_experts: at most {limit}, got {config.num_experts}")
-    if config.device.type == "cuda":
-        if torch.version.cuda is None:
-            return no("device: needs an NVIDIA GPU, this torch is built for another")
-        if torch.cuda.is_available():
-            capability = torch.cuda.get_device_capability(config.device)
-            if capability < (8, 0):
-                found = ".".join(map(str, capability))
-                return no(f"device: needs compute capability 8.0 or newer, got {found}")
-    elif config.device.type != "cpu":
-        return no(f"device: needs cpu or cuda, got {config.device.type}")
-    return Support(True)
 
 
 class GroupedMMRunner:
@@ -75,6 +39,11 @@ class GroupedMMRunner:
 
     The answer is always made by the fused finalize, so deferred and finished output agree bit for
     bit. Its dtype is the weights', under autocast too, where ``hidden_states`` are cast to it.
+
+    FP8 experts (float8_e4m3fn, a float32 scale for each output row) go through torch's scaled
+    grouped GEMM: tokens are quantized by row, once, before they are copied to their experts; the
+    activation's output is quantized by row again. Dtype bfloat16, biases and finalize as ever,
+    inference only.
 
     Args:
         weights: The layer's parameters.
@@ -95,6 +64,8 @@ class GroupedMMRunner:
         if not support.ok:
             raise UnsupportedError(f"runner 'grouped_mm' cannot serve this layer: {support.why}")
         self._fused_activation = fused_activation and weights.is_silu_and_mul
+        is_plain = self._config.quantization is Quantization.NONE
+        self._gemms: ExpertGemms = PlainGemms(weights) if is_plain else PerChannelFp8Gemms(weights)
 
     def can_defer(self, topk_format: TopKFormat) -> bool:
         """Return True: other formats are converted first."""
@@ -107,6 +78,8 @@ class GroupedMMRunner:
         # grouped_mm is not on autocast's list, so nobody else casts.
         if torch.is_autocast_enabled(hidden_states.device.type):
             return hidden_states.to(expected)
+        if self._config.quantization is not Quantization.NONE:
+            return hidden_states  # refused below, with the name of the quantization
         raise TypeError(
             f"hidden_states: expected {_name(expected)} like the expert weights, "
             f"got {_name(dtype)}; convert one of them with .to(), or use autocast"
@@ -123,10 +96,10 @@ class GroupedMMRunner:
         into its gradient, and 0 * NaN is NaN. So with gradients on they are cleared around it.
         """
         weights = self._weights
-        x, row_of, expert_offsets = moe_permute(hidden_states, ids, self._config.num_experts)
-        num_rows, dtype, device = x.shape[0], x.dtype, x.device
+        x, row_of, expert_offsets = self._gemms.permute(hidden_states, ids)
+        num_rows, dtype, device = row_of.numel(), hidden_states.dtype, hidden_states.device
         if not num_rows:
-            return self._no_rows(x), row_of
+            return self._no_rows(hidden_states[:0]), row_of
 
         def row_numbers() -> Tensor:
             return torch.arange(num_rows, dtype=torch.int32, device=device)
@@ -143,17 +116,14 @@ class GroupedMMRunner:
             expert = torch.searchsorted(expert_offsets, row_numbers(), right=True, out_int32=True)
             return clean(rows + bias[expert.clamp(max=bias.shape[0] - 1)].to(rows.dtype))
 
-        up_out = add_bias(
-            grouped_mm(x, weights.up_as_input_major(), expert_offsets), weights.up_bias
-        )
+        up_out = add_bias(self._gemms.up(x, expert_offsets), weights.up_bias)
         del x
         if self._fused_activation:
             hidden = silu_and_mul(up_out)
         else:
             hidden = clean(weights.activation(clean(up_out)).to(dtype))
         del up_out
-        rows = grouped_mm(hidden, weights.down_as_input_major(), expert_offsets)
-        rows = add_bias(rows, weights.down_bias)
+        rows = add_bias(self._gemms.down(hidden, expert_offsets), weights.down_bias)
         if weights.post_expert_norm is not None:
             rows = clean(weights.post_expert_norm(clean(rows)).to(dtype))
         return rows, row_of
@@ -165,6 +135,8 @@ class GroupedMMRunner:
         empty gradient that was expanded from a scalar.
         """
         weights = self._weights
+        if weights.quantization is not Quantization.NONE:  # no gradients
+            return x
         rows = x @ weights.up_as_input_major()[0]
         if weights.up_bias is not None:
             rows = rows + weights.up_bias[0].to(rows.dtype)
@@ -184,6 +156,7 @@ class GroupedMMRunner:
 
         Raises:
             TypeError: ``hidden_states`` are not of the weights' dtype, without autocast.
+            UnsupportedError: a gradient through FP8 experts.
             ValueError: T * K is 2^31 or more: torch's offsets are int32.
         """
         choice = as_standard(topk_output)
@@ -191,9 +164,12 @@ class GroupedMMRunner:
         deferred = wants_defer(defer)
         hidden_states, choice = weigh_input(hidden_states, choice)
         ids, expert_weights = choice.topk_ids, choice.topk_weights
-        if expert_weights.dtype not in _DTYPES:
+        if expert_weights.dtype not in DTYPES:
             expert_weights = expert_weights.float()
-        rows, row_of = self._expert_rows(self._input(hidden_states), ids)
+        hidden_states = self._input(hidden_states)
+        if self._config.quantization is not Quantization.NONE:
+            check_quantized_input(self.name, self._weights, hidden_states)
+        rows, row_of = self._expert_rows(hidden_states, ids)
         if not can_finalize(ids.shape[1]):
             slots = (row_of.reshape(-1) >= 0).nonzero().squeeze(1)
             present = rows[row_of.reshape(-1)[slots].long()]
@@ -210,5 +186,11 @@ class GroupedMMRunner:
 
 
 register_runner(
-    RunnerEntry("grouped_mm", supports, GroupedMMRunner, deferral=lambda *_: Support(True))
+    RunnerEntry(
+        "grouped_mm",
+        supports,
+        GroupedMMRunner,
+        quantizations=(Quantization.NONE, Quantization.FP8_PER_CHANNEL),
+        deferral=lambda *_: Support(True),
+    )
 )

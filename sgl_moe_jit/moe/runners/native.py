@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.expert_weights import ExpertWeights
+from sgl_moe_jit.moe.quantization import Quantization
 from sgl_moe_jit.moe.runner_config import RunnerConfig
 from sgl_moe_jit.moe.runners.base import (
     RunnerEntry,
@@ -20,10 +21,26 @@ from sgl_moe_jit.moe.runners.base import (
     wants_defer,
     weigh_input,
 )
+from sgl_moe_jit.moe.runners.inference_only import check_quantized_input
 from sgl_moe_jit.moe.runners.weighted_sum import weighted_sum
 from sgl_moe_jit.moe.topk import TopKFormat, TopKOutput
+from sgl_moe_jit.ops.quantize_rows import quantize_rows
 
 _DEFERRABLE = (torch.bfloat16, torch.float32)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    """Return [N, M] of rows [N, I]; with scales [M], in FP8 as the grouped GEMM would, dequantized.
+
+    Products of two float8_e4m3fn are exact in float32 (and in TF32), so that only the order of
+    the additions differs.
+    """
+    if scale is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    values, row_scales = quantize_rows(x.to(torch.bfloat16))
+    total = torch.nn.functional.linear(values.float(), weight.float())
+    out = (total * row_scales[:, None] * scale).to(torch.bfloat16)
+    return out if bias is None else out + bias.to(out.dtype)
 
 
 def _expert_rows(weights: ExpertWeights, expert: int, x: Tensor) -> Tensor:
@@ -33,9 +50,19 @@ def _expert_rows(weights: ExpertWeights, expert: int, x: Tensor) -> Tensor:
     up, down = weights.up[expert], weights.down[expert]
     if weights.is_transposed:
         up, down = up.t(), down.t()
-    hidden = weights.activation(torch.nn.functional.linear(x, up, up_bias))
-    rows = torch.nn.functional.linear(hidden, down, down_bias)
+    up_scale = down_scale = None
+    if weights.quantization is not Quantization.NONE:
+        up_scale = weights.up_scale_by_row()[expert]
+        down_scale = weights.down_scale_by_row()[expert]
+    hidden = weights.activation(_linear(x, up, up_bias, up_scale))
+    rows = _linear(hidden, down, down_bias, down_scale)
     return rows if weights.post_expert_norm is None else weights.post_expert_norm(rows)
+
+
+def _supports(config: RunnerConfig) -> Support:
+    if config.quantization is Quantization.NONE:
+        return Support(True)
+    return Support(True, "one expert after another, dequantized to float32 as it is used")
 
 
 def _deferral(config: RunnerConfig, topk_format: TopKFormat) -> Support:
@@ -51,6 +78,9 @@ class NativeRunner:
 
     Rows are in expert order, and in slot order within an expert. Finished here, the sum is a plain
     torch expression in float32; deferred, it is the fused op's.
+
+    FP8 experts are served too, with the rounding of activations that a grouped GEMM in FP8 has;
+    the arithmetic between the roundings is float32. Then hidden states are bfloat16.
     """
 
     name = "native"
@@ -71,6 +101,8 @@ class NativeRunner:
         choice = as_standard(topk_output)
         check_topk(hidden_states, choice, self._config.hidden_dim)
         hidden_states, choice = weigh_input(hidden_states, choice)
+        if self._config.quantization is not Quantization.NONE:
+            check_quantized_input(self.name, self._weights, hidden_states)
         ids = choice.topk_ids.reshape(-1)
         top_k = choice.topk_ids.shape[1]
         parts: list[Tensor] = []
@@ -105,5 +137,11 @@ class NativeRunner:
 
 
 register_runner(
-    RunnerEntry("native", lambda config: Support(True), NativeRunner, deferral=_deferral)
+    RunnerEntry(
+        "native",
+        _supports,
+        NativeRunner,
+        quantizations=(Quantization.NONE, Quantization.FP8_PER_CHANNEL),
+        deferral=_deferral,
+    )
 )
