@@ -36,9 +36,9 @@ def sigmoid():
 def test_against_float64(sigmoid):
     x = inputs()
     want = torch.sigmoid(x.double())
-    # An exponential good to 2 units in the last place, a sum and a quotient; where the exponential
-    # is subnormal its error is absolute.
-    allowed = (4 + 1 + 1) * 2.0**-24 * want + 2.0**-148
+    # An exponential good to 2 units in the last place, a sum, a quotient and a product; where the
+    # exponential is subnormal its error is absolute.
+    allowed = (4 + 1 + 1 + 1) * 2.0**-24 * want + 2.0**-148
     share = (sigmoid(x).double() - want).abs() / allowed
     assert share.max() <= 1, (x[share.argmax()], share.max())
 
@@ -57,15 +57,33 @@ def test_every_instruction_set_gives_the_same_bits(sigmoid):
         assert torch.equal(other.view(torch.int32), results[0].view(torch.int32))
 
 
-@pytest.mark.gpu
-def test_cuda_gives_the_same_bits(sigmoid):
-    module = load_jit(
+@pytest.fixture(scope="module")
+def on_cuda():
+    return load_jit(
         "sigmoid_test",
         cuda_files=[Path(__file__).with_suffix(".cuh")],
-        cuda_wrappers=[("sigmoid", "sigmoid_test::sigmoid")],
+        cuda_wrappers=[
+            ("sigmoid", "sigmoid_test::sigmoid"),
+            ("reciprocal", "sigmoid_test::reciprocal"),
+        ],
     )
+
+
+@pytest.mark.gpu
+def test_cuda_gives_the_same_bits(sigmoid, on_cuda):
     x = inputs()
     on_gpu = x.cuda()
     got = torch.empty_like(on_gpu)
-    module.sigmoid(got, on_gpu)
+    on_cuda.sigmoid(got, on_gpu)
     assert torch.equal(got.cpu().view(torch.int32), sigmoid(x).view(torch.int32))
+
+
+@pytest.mark.gpu
+def test_the_reciprocal_is_right_for_every_float_from_1_to_2(on_cuda):
+    x = torch.arange(0x3F800000, 0x40000001, dtype=torch.int32).view(torch.float32)
+    assert x[0] == 1 and x[-1] == 2 and len(x) == 2**23 + 1
+    on_gpu = x.cuda()
+    got = torch.empty_like(on_gpu)
+    on_cuda.reciprocal(got, on_gpu)
+    # In float64 the quotient of two floats is never so near a tie that rounding it again errs.
+    assert torch.equal(got.cpu(), (1 / x.double()).float())
