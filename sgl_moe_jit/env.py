@@ -124,6 +124,12 @@ DEFERRED_FINALIZE_MAX_TOKENS: EnvVar[int] = EnvVar(
     _parse_int,
     "`SharedExpertMoEBlock` defers up to so many tokens a call. 0 or less: no cap.",
 )
+ALL_EXPERTS_MAX_TOKENS: EnvVar[int] = EnvVar(
+    "SGL_MOE_JIT_ALL_EXPERTS_MAX_TOKENS",
+    128,
+    _parse_int,
+    "`grouped_mm` may send up to so many tokens through all experts (other rounding). 0: never.",
+)
 CHECK_MUTATION: EnvVar[bool] = EnvVar(
     "SGL_MOE_JIT_CHECK_MUTATION",
     False,

@@ -117,7 +117,11 @@ def select_experts(
         hidden_dtype=hidden_dtype,
     )
     return StandardTopKOutput(
-        weights, ids, router_config.due_scaling_factor, router_config.weight_on_input
+        weights,
+        ids,
+        router_config.due_scaling_factor,
+        router_config.weight_on_input,
+        router_config.num_experts,
     )
 
 

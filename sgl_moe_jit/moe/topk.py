@@ -39,12 +39,15 @@ class StandardTopKOutput:
             it. Whoever finishes the sum applies it, once.
         weight_on_input: The weights multiply the experts' input, not their output; K is 1. The
             runner does it, once.
+        num_experts: Of how many experts the ids were chosen, those of other ranks counted; None:
+            not known. Decides about speed alone.
     """
 
     topk_weights: Tensor
     topk_ids: Tensor
     routed_scaling_factor: float = 1.0
     weight_on_input: bool = False
+    num_experts: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse a factor that is a tensor, whose gradient a runner could lose.
@@ -104,7 +107,13 @@ class BypassedTopKOutput:
             hidden_dtype=self.hidden_dtype,
         )
         config = self.router_config
-        return StandardTopKOutput(weights, ids, config.due_scaling_factor, config.weight_on_input)
+        return StandardTopKOutput(
+            weights,
+            ids,
+            config.due_scaling_factor,
+            config.weight_on_input,
+            config.num_experts,
+        )
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ def read_gate(output: tuple[Tensor, Tensor, Tensor]) -> StandardTopKOutput:
 
     Weights hold the model's factor already.
     """
-    _, weights, ids = output
-    return StandardTopKOutput(weights, ids)
+    logits, weights, ids = output
+    return StandardTopKOutput(weights, ids, num_experts=logits.shape[-1])
 
 
 def describe(module: torch.nn.Module) -> str:

@@ -12,6 +12,7 @@ from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.expert_weights import ExpertWeights
 from sgl_moe_jit.moe.quantization import Quantization
 from sgl_moe_jit.moe.runner_config import RunnerConfig
+from sgl_moe_jit.moe.runners import all_experts
 from sgl_moe_jit.moe.runners.base import (
     RunnerEntry,
     Support,
@@ -36,6 +37,10 @@ def _name(dtype: torch.dtype) -> str:
 
 class GroupedMMRunner:
     """Runs all of a layer's experts in two grouped GEMMs, without a device synchronisation.
+
+    On a GPU, few tokens that are expected to hit most experts go through all of them in two batched
+    GEMMs instead; see ``all_experts`` and ``SGL_MOE_JIT_ALL_EXPERTS_MAX_TOKENS``. A token's result
+    may then differ by rounding from its result in a larger batch.
 
     The answer is always made by the fused finalize, so deferred and finished output agree bit for
     bit. Its dtype is the weights', under autocast too, where ``hidden_states`` are cast to it.
@@ -64,8 +69,10 @@ class GroupedMMRunner:
         if not support.ok:
             raise UnsupportedError(f"runner 'grouped_mm' cannot serve this layer: {support.why}")
         self._fused_activation = fused_activation and weights.is_silu_and_mul
-        is_plain = self._config.quantization is Quantization.NONE
-        self._gemms: ExpertGemms = PlainGemms(weights) if is_plain else PerChannelFp8Gemms(weights)
+        self._is_plain = self._config.quantization is Quantization.NONE
+        self._gemms: ExpertGemms = (
+            PlainGemms(weights) if self._is_plain else PerChannelFp8Gemms(weights)
+        )
 
     def can_defer(self, topk_format: TopKFormat) -> bool:
         """Return True: other formats are converted first."""
@@ -169,7 +176,12 @@ class GroupedMMRunner:
         hidden_states = self._input(hidden_states)
         if self._config.quantization is not Quantization.NONE:
             check_quantized_input(self.name, self._weights, hidden_states)
-        rows, row_of = self._expert_rows(hidden_states, ids)
+        if self._is_plain and all_experts.serves(self._weights, hidden_states, choice):
+            rows, row_of = all_experts.expert_rows(
+                self._weights, hidden_states, ids, fused_activation=self._fused_activation
+            )
+        else:
+            rows, row_of = self._expert_rows(hidden_states, ids)
         if not can_finalize(ids.shape[1]):
             slots = (row_of.reshape(-1) >= 0).nonzero().squeeze(1)
             present = rows[row_of.reshape(-1)[slots].long()]
