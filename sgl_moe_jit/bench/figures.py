@@ -146,7 +146,7 @@ def _notes(rows: Sequence[Row]) -> str:
 def layer_table(path: Path) -> str:
     """Return a whole layer's times: deferred or not, on one stream and two, and others' times."""
     rows = load(path)
-    ways = ("not deferred", "one stream", "one stream, not deferred")
+    ways = ("two streams", "two streams, not deferred", "one stream", "one stream, not deferred")
     head = ["model", "tokens", f"{OURS}, us", *(f"{way}, us" for way in ways)]
     head += ["GEMMs alone, us", "ours / GEMMs", "transformers, us", "transformers / ours"]
     lines = []

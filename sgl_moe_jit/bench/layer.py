@@ -20,22 +20,28 @@ from sgl_moe_jit.bench.layer_cases import layer_of, load, make_batch, make_stock
 from sgl_moe_jit.bench.options import Options
 from sgl_moe_jit.bench.report import Record
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
+from sgl_moe_jit.moe.expert_weights import ExpertWeights
+from sgl_moe_jit.moe.runners import all_experts
 from sgl_moe_jit.moe.topk import StandardTopKOutput
 from sgl_moe_jit.ops.activation import silu_and_mul
 from sgl_moe_jit.ops.grouped_mm import grouped_mm
 from sgl_moe_jit.ops.permute import moe_permute
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 512, 4096)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
 GEMMS = "GEMMs alone"
 STOCK = "transformers"
 _CHECKED_TOKENS = 4
 # Roundings to bfloat16 along the way, each of random sign over thousands of terms, stay well below
 # this share of a row's norm; a wrong expert or weight does not.
 _ALLOWED = 2.0**-6
-# Provider -> streams and whether the rows are handed over un-finalized; both as the block decides.
+# Provider -> streams and whether the rows are handed over un-finalized; the first as the block
+# decides.
 OURS: dict[str, Callable[[SharedExpertMoEBlock, Tensor], Tensor]] = {
     "sgl_moe_jit": lambda block, x: block(x),
-    "sgl_moe_jit, not deferred": lambda block, x: block(x, defer=False),
+    "sgl_moe_jit, two streams": lambda block, x: block.forward_normal_dual_stream(x),
+    "sgl_moe_jit, two streams, not deferred": lambda block, x: block.forward_normal_dual_stream(
+        x, defer=False
+    ),
     "sgl_moe_jit, one stream": lambda block, x: block.forward_normal(x),
     "sgl_moe_jit, one stream, not deferred": lambda block, x: block.forward_normal(x, defer=False),
 }
@@ -61,18 +67,40 @@ def checked(name: str, call: Callable[[], Tensor], want: Tensor) -> Contestant:
     return Contestant([call], check)
 
 
+def _expert_gemms(
+    weights: ExpertWeights, x: Tensor, topk: StandardTopKOutput
+) -> Callable[[], Tensor]:
+    """Return the routed experts' two products as the runner makes them, on rows that are ready."""
+    up, down = weights.up_as_input_major(), weights.down_as_input_major()
+    num_experts = weights.num_experts
+    if all_experts.serves(weights, x, topk):
+        every = x.expand(num_experts, -1, -1)
+        between = silu_and_mul(torch.bmm(every, up).flatten(0, 1)).view(num_experts, len(x), -1)
+
+        def batched() -> Tensor:
+            torch.bmm(every, up)
+            return torch.bmm(between, down)
+
+        return batched
+    rows, _, ends = moe_permute(x, topk.topk_ids.int(), num_experts)
+    hidden = silu_and_mul(grouped_mm(rows, up, ends))
+
+    def grouped() -> Tensor:
+        grouped_mm(rows, up, ends)
+        return grouped_mm(hidden, down, ends)
+
+    return grouped
+
+
 def _gemms(stock: Any, block: SharedExpertMoEBlock, x: Tensor) -> Contestant:
-    """Return the layer's matrix products on inputs that are ready: what no block can avoid.
+    """Return the layer's matrix products on inputs that are ready: what the block cannot avoid.
 
     The router's, in the dtype its model computes it in; the routed experts' two; the shared
     experts' three.
     """
     from sgl_moe_jit.integrations.transformers.experts import expert_weights
 
-    weights = expert_weights(stock.experts)
-    rows, _, ends = moe_permute(x, topk_of(block, x).topk_ids.int(), weights.num_experts)
-    up, down = weights.up_as_input_major(), weights.down_as_input_major()
-    hidden = silu_and_mul(grouped_mm(rows, up, ends))
+    experts = _expert_gemms(expert_weights(stock.experts), x, topk_of(block, x))
     in_float32 = hasattr(stock.gate, "e_score_correction_bias")
     routed = x.float() if in_float32 else x
     router = stock.gate.weight.float() if in_float32 else stock.gate.weight
@@ -81,8 +109,7 @@ def _gemms(stock: Any, block: SharedExpertMoEBlock, x: Tensor) -> Contestant:
 
     def call() -> Tensor:
         torch.nn.functional.linear(routed, router)
-        grouped_mm(rows, up, ends)
-        out = grouped_mm(hidden, down, ends)
+        out = experts()
         if shared is not None:
             shared.gate_proj(x)
             shared.up_proj(x)

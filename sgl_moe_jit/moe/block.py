@@ -76,7 +76,7 @@ class SharedExpertMoEBlock(torch.nn.Module):
         reduce_results: Whether to sum the result over the experts' groups. A caller that does so
             itself leaves it off: replicated shared experts then run on the first rank alone.
         dual_stream: Whether :meth:`forward` gives the shared experts a stream of their own. None:
-            inside a CUDA graph capture.
+            inside a CUDA graph capture, up to ``SGL_MOE_JIT_DUAL_STREAM_MAX_TOKENS`` tokens.
         shared_width: For the memory model: elements a token that the shared experts hold at once.
             None: read off their matrices.
 
@@ -176,7 +176,14 @@ class SharedExpertMoEBlock(torch.nn.Module):
         if not torch.compiler.is_compiling():
             capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
             stream = StreamFacts(
-                dual_stream, x.device.type, capturing, find.needs_grad(self, x), mutates, no_shared
+                wanted=dual_stream,
+                device=x.device.type,
+                capturing=capturing,
+                needs_grad=find.needs_grad(self, x),
+                mutates_input=mutates,
+                no_shared=no_shared,
+                num_tokens=x.shape[0],
+                max_tokens=env.DUAL_STREAM_MAX_TOKENS.get(),
             )
         call = _Call(x, no_shared, runner, mutates, defer, stream)
         y = self._on_two_streams(call) if stream is not None and stream.ok else self._on_one(call)

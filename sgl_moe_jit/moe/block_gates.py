@@ -30,12 +30,14 @@ class StreamFacts(NamedTuple):
     """What decides whether the shared experts get a stream of their own.
 
     Attributes:
-        wanted: Setting: True, False, or None for inside a CUDA graph capture only.
+        wanted: Setting: True, False, or None for few tokens inside a CUDA graph capture only.
         device: Type of the device.
         capturing: Whether the current stream is being captured.
         needs_grad: Whether this call may need gradients.
         mutates_input: Whether the runner may overwrite its input.
         no_shared: Why no shared experts run in this call; empty when they do.
+        num_tokens: T.
+        max_tokens: ``SGL_MOE_JIT_DUAL_STREAM_MAX_TOKENS``.
     """
 
     wanted: bool | None
@@ -44,12 +46,21 @@ class StreamFacts(NamedTuple):
     needs_grad: bool
     mutates_input: bool
     no_shared: str
+    num_tokens: int
+    max_tokens: int
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the setting, or what it leaves to the call, asks for a second stream."""
+        if self.wanted is not None:
+            return self.wanted
+        return self.capturing and (self.max_tokens <= 0 or self.num_tokens <= self.max_tokens)
 
     @property
     def ok(self) -> bool:
         """Whether every condition holds."""
         return (
-            (self.capturing if self.wanted is None else self.wanted)
+            self.is_set
             and self.device == "cuda"
             and not self.needs_grad
             and not self.mutates_input
@@ -60,8 +71,13 @@ class StreamFacts(NamedTuple):
         """Return every condition."""
         if self.wanted is not None:
             setting = "asked for" if self.wanted else "declined"
-        elif self.capturing:
+        elif self.is_set:
             setting = "inside a CUDA graph capture"
+        elif self.capturing:
+            setting = (
+                f"{self.num_tokens} tokens, more than the {self.max_tokens} of "
+                f"{env.DUAL_STREAM_MAX_TOKENS.name}; dual_stream=True has it anyway"
+            )
         else:
             setting = "not inside a CUDA graph capture; dual_stream=True has it in eager too"
         reads = "read by both at once"
@@ -69,7 +85,7 @@ class StreamFacts(NamedTuple):
             reads = "the runner overwrites it while the shared experts would read it"
         grad = "needed" if self.needs_grad else "not needed"
         return (
-            Check("setting", self.capturing if self.wanted is None else self.wanted, setting),
+            Check("setting", self.is_set, setting),
             Check("device", self.device == "cuda", self.device),
             Check("shared experts", not self.no_shared, self.no_shared or "separate"),
             Check("input", not self.mutates_input, reads),

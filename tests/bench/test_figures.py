@@ -119,7 +119,7 @@ def test_the_host_table(tmp_path):
 
 
 def test_the_table_of_whole_layers(tmp_path):
-    us = {"sgl_moe_jit": 22.0, "sgl_moe_jit, not deferred": 24.0}
+    us = {"sgl_moe_jit": 22.0, "sgl_moe_jit, two streams": 24.0}
     us |= {"GEMMs alone": 20.0, "transformers": 55.0}
     rows = records("layer", ("deepseek-v3", "glm-4.5"), us, ("graph",))
     lines = figures.layer_table(write(tmp_path, "layer", rows)).splitlines()

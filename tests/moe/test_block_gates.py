@@ -18,7 +18,7 @@ from tests.moe.layer_cases import FakeRunner, H, Mlp, TopKGate, logged_block, ma
 from tests.moe.runner_cases import make_input
 
 field_report = pytest.mark.field_report
-ON_CUDA = StreamFacts(True, "cuda", False, False, False, "")
+ON_CUDA = StreamFacts(True, "cuda", False, False, False, "", 100, 128)
 FACTS = BlockFacts(
     shape=BlockShape(100, 8, 64, 32, 96, 2),
     add_late=False,
@@ -28,7 +28,7 @@ FACTS = BlockFacts(
     requested=None,
     enabled=True,
     max_tokens=0,
-    stream=StreamFacts(False, "cuda", False, False, False, ""),
+    stream=ON_CUDA._replace(wanted=False),
 )
 
 
@@ -38,6 +38,13 @@ def test_nothing_against_it():
     assert plan.refusals == ("setting: no, declined",)
     plan = make_plan(FACTS._replace(stream=ON_CUDA))
     assert plan.deferred and plan.dual_stream and plan.refusals == () and plan.memory is None
+
+
+@pytest.mark.parametrize("tokens", [(128, 128), (129, 0), (129, -1)])
+def test_a_second_stream_in_a_capture_up_to_a_cap(tokens):
+    capturing = ON_CUDA._replace(wanted=None, capturing=True)
+    assert capturing._replace(num_tokens=tokens[0], max_tokens=tokens[1]).ok
+    assert ON_CUDA._replace(num_tokens=10**6).ok, "asked for"
 
 
 @field_report("C6")
@@ -79,6 +86,10 @@ def test_each_reason_against_deferral(change, reason, stream):
     [
         ({"wanted": False}, "setting: no, declined"),
         ({"wanted": None}, "setting: no, not inside a CUDA graph capture; dual_stream=True"),
+        (
+            {"wanted": None, "capturing": True, "num_tokens": 129},
+            "setting: no, 129 tokens, more than the 128 of SGL_MOE_JIT_DUAL_STREAM_MAX_TOKENS",
+        ),
         ({"device": "cpu"}, "device: no, cpu"),
         ({"no_shared": "no tokens"}, "shared experts: no, no tokens"),
         ({"mutates_input": True}, "input: no, the runner overwrites it while the shared experts"),

@@ -109,7 +109,7 @@ def test_a_block_issues_the_routed_experts_first_and_finishes_after_the_join(
     block = logged_block(runner)
     want = block.forward_normal(x, defer=defer)
     monkeypatch.setattr(
-        block_module, "StreamFacts", lambda wanted, _, *rest: StreamFacts(wanted, "cuda", *rest)
+        block_module, "StreamFacts", lambda **facts: StreamFacts(**{**facts, "device": "cuda"})
     )
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: log.append("kept"))
     finish = block_module.finish
