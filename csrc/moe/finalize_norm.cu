@@ -36,13 +36,12 @@ using Tiny = NormShape<kNormLeaf, 1, 256, 3, kRowsNarrow, SidesAt::kWithRows, Cl
 using Few = OnePiece<256, 2, SidesAt::kWithRows>;
 using Small = OnePiece<256, 2, SidesAt::kFirst>;
 using Pair = OnePiece<448, 2, SidesAt::kFirst>;
+// Also what the registers of one block do not hold.
+using Spread = NormShape<kBroad, 2, 256, 4, kRows, SidesAt::kWeightLast, ClusterExchange>;
 // One block a token.
 using Narrow = OneBlock<kBroad, 1, 512, SidesAt::kWeightLast>;
-using Block = OneBlock<kBroad, 2, 448, SidesAt::kFirst>;
 // Float32 has no registers left for the weight beside eight rows.
-using Large = OneBlock<kBroad, 2, 448, sizeof(Act) == 4 ? SidesAt::kFirst : SidesAt::kWeightLast>;
-// What the registers of one block do not hold.
-using Spread = NormShape<kBroad, 2, 448, 2, kRows, SidesAt::kWithRows, ClusterExchange>;
+using Block = OneBlock<kBroad, 2, 448, sizeof(Act) == 4 ? SidesAt::kFirst : SidesAt::kWeightLast>;
 // In shared memory: what has other alignments, and wide rows where there are no clusters.
 using Wide = OneBlock<kBroad, 1, 256, SidesAt::kWithRows>;
 using Odd = OneBlock<kNormLeaf, 1, 256, SidesAt::kWithRows>;
@@ -127,13 +126,9 @@ int fewest_blocks(const FinalizeNormParams& p) {
   return (p.sum.hidden_dim + held - 1) / held;
 }
 
-cudaError_t launch_alone(const FinalizeNormParams& p, int64_t num_sms, bool enable_pdl,
-                         cudaStream_t stream) {
+cudaError_t launch_alone(const FinalizeNormParams& p, bool enable_pdl, cudaStream_t stream) {
   if (fewest_blocks<Narrow>(p) == 1) return launch_shape<Narrow>(p, 1, enable_pdl, stream);
-  if (fewest_blocks<Block>(p) == 1) {
-    return p.sum.num_tokens <= 2 * num_sms ? launch_shape<Block>(p, 1, enable_pdl, stream)
-                                           : launch_shape<Large>(p, 1, enable_pdl, stream);
-  }
+  if (fewest_blocks<Block>(p) == 1) return launch_shape<Block>(p, 1, enable_pdl, stream);
   return launch_wide<Wide>(p, enable_pdl, stream);
 }
 
@@ -156,16 +151,19 @@ bool share(const FinalizeNormParams& p, int wanted, bool enable_pdl, cudaStream_
 }
 
 // Crossovers in tokens a multiprocessor, so that other chips scale; with other widths the number of
-// blocks changes, not where it falls. H200 (132 multiprocessors), 2026-11-29, hidden 7168, top 8,
-// hot, benchmarks/results/norm_shapes.json (with other tokens, cold, and hidden 4096 and 2048). Us:
+// blocks changes, not where it falls. H200 (132 multiprocessors), 2026-11-29 and 30, hidden 7168,
+// top 8, hot, benchmarks/results/norm_shapes.json (with hidden 4096 and 2048 too). Us:
 //   tokens      1     8    16    32    48    64    96   128   192   256
-//   Tiny, 8  1.43  1.50  1.89  2.37  3.14  3.19
+//   Tiny, 8  1.43  1.50  1.89  2.37  3.14  3.14
 //   Few, 4   1.52  1.59  1.77  2.33  2.56  3.68
 //   Small, 7 1.49  1.56  1.81  2.19  2.54  3.59
 //   Small, 4 1.56  1.63  1.80  2.32  2.48  3.62
-//   Pair     1.96  2.12  2.20  2.40  2.57  2.68  3.96  4.08  6.77  9.32
-//   Block    3.10  3.22  3.29  3.36  3.44  3.52  3.75  4.04  6.75 10.54
-// Pair at 256 costs 12.9 us cold, Block 12.0. From 512 tokens on Large gains 1 to 2 % over Block.
+//   Pair     1.96  2.12  2.20  2.40  2.57  2.68  3.96  4.05  6.86  9.48
+//   Block                                  3.54        4.11  6.68 10.23
+//   Spread                                 3.23        4.24  6.77  9.74
+// From here on memory and the L2 cache's size decide: 256 tokens move 44 MB. Cold, Pair, Block and
+// Spread take 6.93, 7.70 and 7.77 us for 128 tokens, 13.41, 11.78 and 11.91 for 256; with the
+// residual overwritten, as engines do, 8.21, 9.38 and 8.52 hot for 256.
 bool launch_clusters(const FinalizeNormParams& p, int64_t num_sms, bool enable_pdl,
                      cudaStream_t stream, cudaError_t* status) {
   const int64_t tokens = p.sum.num_tokens;
@@ -175,9 +173,10 @@ bool launch_clusters(const FinalizeNormParams& p, int64_t num_sms, bool enable_p
   if (up_to(3, 10) && share<Small>(p, 7, enable_pdl, stream, status)) return true;
   if (up_to(2, 5) && share<Small>(p, 4, enable_pdl, stream, status)) return true;
   const bool narrow = fewest_blocks<Narrow>(p) == 1;
-  const bool pair = up_to(3, 5) || (!narrow && up_to(2, 1) && !up_to(3, 2));
+  const bool pair = up_to(3, 5) || (!narrow && up_to(1, 1));
   if (pair && share<Pair>(p, 2, enable_pdl, stream, status)) return true;
-  return fewest_blocks<Block>(p) > 1 && share<Spread>(p, 2, enable_pdl, stream, status);
+  const bool spread = !narrow && up_to(2, 1) && !up_to(3, 2);
+  return (spread || fewest_blocks<Block>(p) > 1) && share<Spread>(p, 2, enable_pdl, stream, status);
 }
 #endif
 
@@ -189,12 +188,12 @@ cudaError_t launch_finalize_norm(const FinalizeNormParams& p, bool enable_pdl, b
     return launch_wide<Scalar>(p, enable_pdl, stream);
   }
   if (!fits_columns(p, kBroad)) return launch_wide<Odd>(p, enable_pdl, stream);
-  const int64_t num_sms = host::sm_count() > 0 ? host::sm_count() : 1;
 #if SMJ_CLUSTERS
+  const int64_t num_sms = host::sm_count() > 0 ? host::sm_count() : 1;
   cudaError_t status;
   if (launch_clusters(p, num_sms, enable_pdl, stream, &status)) return status;
 #endif
-  return launch_alone(p, num_sms, enable_pdl, stream);
+  return launch_alone(p, enable_pdl, stream);
 }
 
 }  // namespace moe
