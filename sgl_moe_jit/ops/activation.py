@@ -28,7 +28,7 @@ from sgl_moe_jit.ops.library import (
     cpu_isa,
     from_dispatcher,
     library,
-    refuse_forward_ad,
+    refuse_functional_gradients,
 )
 
 OP = "silu_and_mul"
@@ -158,7 +158,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     Source: include/sgl_moe_jit/moe/activation.cuh, csrc/moe/activation_cpu.cc.
     Reference: sgl_moe_jit.ops.reference_permute.silu_and_mul.
     """
-    refuse_forward_ad("silu_and_mul", x)
+    refuse_functional_gradients("silu_and_mul", x)
     function = _functional if can_bypass_dispatcher(x) else torch.ops.sgl_moe_jit.silu_and_mul
     result: Tensor = function(x)
     return result

@@ -16,7 +16,7 @@ from sgl_moe_jit.ops.library import (
     can_bypass_dispatcher,
     check_writable,
     mark_written,
-    refuse_forward_ad,
+    refuse_functional_gradients,
 )
 
 # Bound once: each look-up on the way to them costs what the call itself does.
@@ -71,7 +71,7 @@ def moe_finalize_fuse_shared(
             expert's gate before its sigmoid (Qwen2-MoE). Needs ``shared_output``.
         hidden_dim: H when there is no shared output; None means H_pad.
         out: [T, H] like ``gemm2_out`` to write into; allocated when None. May be exactly
-            ``shared_output`` in eager mode; may not overlap any other input.
+            ``shared_output`` in eager mode; may share no element with any other input.
 
     Returns:
         [T, H], dtype of ``gemm2_out``. Accumulated in float32 by fused multiply-add in ascending k,
@@ -85,7 +85,7 @@ def moe_finalize_fuse_shared(
             memory overlaps; or ``out`` is ``shared_output`` under tracing.
         RuntimeError: ``out`` with gradients enabled and an input that requires one, or ``out`` is
             an inference tensor outside inference mode.
-        NotImplementedError: an input has a forward-mode tangent.
+        NotImplementedError: an input has a forward-mode tangent, or a gradient of ``torch.func``.
         ToolchainError, BuildError: first use only; the kernel could not be compiled.
 
     Gradients flow to ``gemm2_out``, ``expert_weights``, ``shared_output`` and
@@ -205,7 +205,7 @@ def _finalize(
     check_kinds(*tensors, top_k, enable_pdl, routed_scaling_factor, hidden_dim)
     if not (out is None or isinstance(out, Tensor)):
         raise TypeError(f"out: expected a Tensor or None, got {type(out).__name__}")
-    refuse_forward_ad(OP, *tensors)
+    refuse_functional_gradients(OP, *tensors)
     direct = can_bypass_dispatcher(*tensors, out)
     if out is None:
         if direct:

@@ -15,6 +15,22 @@ def is_int(x: object) -> bool:
     return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
 
 
+def check_int(name: str, x: object, expected: str) -> None:
+    """Check that an int fits into the 64 bits that C++ and the schemas have for it.
+
+    Ranges are checked in C++, which such a number does not reach.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: it does not fit.
+    """
+    if not is_int(x):
+        raise TypeError(f"{name}: expected an int, got {type(x).__name__}")
+    if type(x) is int and not -(2**63) <= x < 2**63:
+        # Not the number itself: Python refuses to write out more than some 4300 digits.
+        raise ValueError(f"{name}: expected {expected}, got an int of {x.bit_length()} bits")
+
+
 def check_kinds(
     gemm2_out: object,
     expanded_idx_to_permuted_idx: object,
@@ -30,6 +46,7 @@ def check_kinds(
 
     Raises:
         TypeError: names the argument, what was expected and what came.
+        ValueError: an int is too large to reach the check of its range.
     """
 
     def fail(name: str, expected: str, got: object) -> NoReturn:
@@ -46,13 +63,14 @@ def check_kinds(
     ):
         if not (x is None or isinstance(x, Tensor)):
             fail(name, "a Tensor or None", x)
-    if not is_int(top_k):
-        fail("top_k", "an int", top_k)
+    check_int("top_k", top_k, "1 to 64")
     if not (enable_pdl is None or isinstance(enable_pdl, bool)):
         fail("enable_pdl", "True, False or None", enable_pdl)
     check_factor(routed_scaling_factor)
     if not (hidden_dim is None or is_int(hidden_dim)):
         fail("hidden_dim", "an int or None", hidden_dim)
+    if hidden_dim is not None:
+        check_int("hidden_dim", hidden_dim, "at most the width of gemm2_out")
 
 
 def check_factor(routed_scaling_factor: object) -> None:
@@ -60,6 +78,7 @@ def check_factor(routed_scaling_factor: object) -> None:
 
     Raises:
         TypeError: it is not.
+        ValueError: an int beyond 64 bits, which C++ would not take for a float.
     """
     factor = routed_scaling_factor
     if not (isinstance(factor, (float, torch.SymFloat)) or is_int(factor)):
@@ -67,6 +86,8 @@ def check_factor(routed_scaling_factor: object) -> None:
             f"routed_scaling_factor: expected a float, got {type(factor).__name__}; fold a tensor "
             "into expert_weights"
         )
+    if is_int(factor):
+        check_int("routed_scaling_factor", factor, "a float, or an int of at most 64 bits")
 
 
 def output_width(gemm2_out: Tensor, shared_output: Tensor | None, hidden_dim: int | None) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sgl_moe_jit.ops.finalize_arguments import check_kinds
 from sgl_moe_jit.ops.finalize_norm_kernel import OP, OP_FP8, NormInputs, NormOutputs, run
 from sgl_moe_jit.ops.finalize_norm_schema import new_outputs, write
-from sgl_moe_jit.ops.library import can_bypass_dispatcher, refuse_forward_ad
+from sgl_moe_jit.ops.library import can_bypass_dispatcher, refuse_functional_gradients
 
 # A caller's own out, residual_out and out_scale.
 _Given = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -55,7 +55,7 @@ def moe_finalize_fuse_shared_add_rmsnorm(
         routed_scaling_factor: Multiplies the routed sum in float32, before the shared row is added.
         shared_gate_logits: [T] or [T, 1] float32 or like ``gemm2_out``, as there.
         out: [T, H] like ``gemm2_out`` to write into; allocated when None. May be exactly
-            ``shared_output`` in eager mode; may overlap nothing else.
+            ``shared_output`` in eager mode; may share no element with anything else.
         residual_out: The same; may be exactly ``residual`` in eager mode.
 
     Returns:
@@ -71,7 +71,7 @@ def moe_finalize_fuse_shared_add_rmsnorm(
         RuntimeError: a gradient is asked for: there is none. Or an output is given with gradients
             enabled and an input that requires one, or is an inference tensor outside inference
             mode.
-        NotImplementedError: an input has a forward-mode tangent.
+        NotImplementedError: an input has a forward-mode tangent, or a gradient of ``torch.func``.
         ToolchainError, BuildError: first use only; the kernel could not be compiled.
 
     Cost: ``A * H * (K + 4) + K * (4 + W)`` bytes and ``H * (2K + 6)`` flops a token, A and W the
@@ -158,7 +158,7 @@ def _call(
     """Run an op into the outputs ``given`` and new ones in place of those that are None."""
     check_kinds(*inputs[:5], top_k, enable_pdl, routed_scaling_factor, None)
     _check_kinds(inputs, eps, given)
-    refuse_forward_ad(op, *inputs)
+    refuse_functional_gradients(op, *inputs)
     numbers = (top_k, eps, enable_pdl, routed_scaling_factor)
     direct = can_bypass_dispatcher(*inputs, *given)
     fp8 = op == OP_FP8

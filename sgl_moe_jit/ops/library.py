@@ -27,6 +27,13 @@ _NO_FORWARD_AD = (
     "{op}: has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad); use reverse mode, "
     "or sgl_moe_jit.ops.reference"
 )
+_NO_FUNCTIONAL_GRAD = (
+    "{op}: has no gradient under torch.func (grad, vjp, jacrev), which torch.library's register_"
+    "autograd does not serve; use torch.autograd.grad or .backward() on inputs that require_grad_, "
+    "or torch.no_grad() around the call if its gradient is not wanted"
+)
+_functorch = torch._C._functorch
+_GRAD = _functorch.TransformType.Grad
 
 # As numbered by host::CpuIsa; -1 takes the best this machine has.
 _CPU_ISA = {"auto": -1, "portable": 0, "avx2": 1, "avx512": 2}
@@ -80,17 +87,29 @@ def from_dispatcher(op: str, function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def refuse_forward_ad(op: str, *tensors: Tensor | None) -> None:
-    """Refuse inputs with a forward-mode tangent, which the dispatcher would drop silently.
+def refuse_functional_gradients(op: str, *tensors: Tensor | None) -> None:
+    """Refuse inputs with a tangent or a gradient of ``torch.func``.
+
+    The dispatcher would drop a forward-mode tangent silently, and refuse ``torch.func.grad`` with
+    words about ``autograd.Function`` that do not name the op.
 
     Raises:
         NotImplementedError: names the op and the way out.
     """
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    if torch.compiler.is_compiling():
         return
+    if forward_ad._current_level >= 0:
+        for x in tensors:
+            if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+                raise NotImplementedError(_NO_FORWARD_AD.format(op=op))
+    if _functorch.peek_interpreter_stack() is None or not torch.is_grad_enabled():
+        return
+    levels = {i.level() for i in _functorch.get_interpreter_stack() or () if i.key() == _GRAD}
     for x in tensors:
-        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(_NO_FORWARD_AD.format(op=op))
+        while x is not None and _functorch.is_functorch_wrapped_tensor(x):
+            if x.requires_grad and _functorch.maybe_get_level(x) in levels:
+                raise NotImplementedError(_NO_FUNCTIONAL_GRAD.format(op=op))
+            x = _functorch.get_unwrapped(x)  # the level below, which vmap covers
 
 
 def check_writable(out: Tensor) -> None:

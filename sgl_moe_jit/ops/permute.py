@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit.ops.finalize import moe_finalize_fuse_shared
-from sgl_moe_jit.ops.finalize_arguments import is_int
+from sgl_moe_jit.ops.finalize_arguments import check_int
 from sgl_moe_jit.ops.library import (
     NAMESPACE,
     can_bypass_dispatcher,
     from_dispatcher,
     library,
-    refuse_forward_ad,
+    refuse_functional_gradients,
 )
 from sgl_moe_jit.ops.permute_kernel import OP, PermutePath, launch
 
@@ -200,10 +200,9 @@ def moe_permute(
     for name, x in (("hidden_states", hidden_states), ("topk_ids", topk_ids)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
-    for name, number in (("num_experts", num_experts), ("alignment", alignment)):
-        if not is_int(number):
-            raise TypeError(f"{name}: expected an int, got {type(number).__name__}")
-    refuse_forward_ad("moe_permute", hidden_states)
+    check_int("num_experts", num_experts, f"1 to {MAX_EXPERTS}")
+    check_int("alignment", alignment, f"1 to {MAX_ALIGNMENT}")
+    refuse_functional_gradients("moe_permute", hidden_states)
     direct = can_bypass_dispatcher(hidden_states, topk_ids)
     function = _functional if direct else torch.ops.sgl_moe_jit.moe_permute
     result: tuple[Tensor, Tensor, Tensor] = function(
