@@ -118,21 +118,46 @@ inline void check_contiguous(const char* name, const TensorView& x) {
 // Distance between rows in elements; a single row has none, so its own width is used.
 inline int64_t row_stride(const TensorView& x) { return x.size(0) > 1 ? x.stride(0) : x.size(1); }
 
-struct ByteRange {
-  uintptr_t begin = 0, end = 0;
-  bool overlaps(const ByteRange& other) const { return begin < other.end && other.begin < end; }
+// The bytes of count rows of the same width, the same distance apart.
+struct RowBytes {
+  int64_t begin = 0, width = 0, stride = 0, count = 0;
+
+  int64_t end() const { return count == 0 ? begin : begin + (count - 1) * stride + width; }
+
+  // Whether one of the rows holds one of the bytes [first, last).
+  bool meets(int64_t first, int64_t last) const {
+    if (first >= end() || last <= begin) return false;
+    if (stride == 0) return true;
+    // The last row that begins before last; every row before it ends earlier.
+    int64_t row = (last - 1 - begin) / stride;
+    if (row >= count) row = count - 1;
+    return begin + row * stride + width > first;
+  }
+
+  // Exact: two sets of columns of one matrix share nothing, though one lies within the other's
+  // range. It looks at each row of the smaller, but only where ranges meet.
+  bool overlaps(const RowBytes& other) const {
+    if (count == 0 || other.count == 0) return false;
+    if (begin >= other.end() || other.begin >= end()) return false;
+    if (count > other.count) return other.overlaps(*this);
+    for (int64_t row = 0; row < count; ++row) {
+      const int64_t first = begin + row * stride;
+      if (other.meets(first, first + width)) return true;
+    }
+    return false;
+  }
 };
 
-inline ByteRange bytes_of_rows(const TensorView& x) {
+// Where a matrix's rows, or the items of a contiguous tensor of other dimensions, lie.
+inline RowBytes row_bytes(const TensorView& x) {
   if (x.numel() == 0) return {};
-  const auto begin = reinterpret_cast<uintptr_t>(x.data_ptr());
-  const int64_t last = (x.size(0) - 1) * row_stride(x) + x.size(1);
-  return {begin, begin + static_cast<uintptr_t>(last * item_size(dtype_of(x.dtype())))};
-}
-
-inline ByteRange bytes_of_contiguous(const TensorView& x) {
-  const auto begin = reinterpret_cast<uintptr_t>(x.data_ptr());
-  return {begin, begin + static_cast<uintptr_t>(x.numel() * item_size(dtype_of(x.dtype())))};
+  const auto begin = static_cast<int64_t>(reinterpret_cast<uintptr_t>(x.data_ptr()));
+  const int64_t item = x.dtype().bits / 8;
+  if (x.ndim() != 2) return {begin, x.numel() * item, 0, 1};
+  const int64_t width = x.size(1) * item, stride = row_stride(x) * item;
+  if (stride == 0) return {begin, width, 0, 1};
+  if (stride == width) return {begin, width * x.size(0), 0, 1};
+  return {begin, width, stride, x.size(0)};
 }
 
 }  // namespace host

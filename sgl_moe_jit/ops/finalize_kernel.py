@@ -22,7 +22,6 @@ from sgl_moe_jit.jit import (
     register_family,
 )
 from sgl_moe_jit.ops.cpu_threads import cpu_workers
-from sgl_moe_jit.ops.finalize_arguments import num_tokens_of, output_width
 from sgl_moe_jit.ops.library import cpu_isa
 
 OP = "moe_finalize_fuse_shared"
@@ -92,8 +91,10 @@ register_family(KernelFamily(OP, _all_cuda_specs, lambda: iter([_cpu_spec()])))
 
 
 @cache_once
-def _cpu_kernel() -> Any:
-    return load_spec(_cpu_spec()).moe_finalize
+def _cpu_kernels() -> tuple[Any, Any]:
+    """Return the exports that write a given output and a new one."""
+    module = load_spec(_cpu_spec())
+    return module.moe_finalize, module.moe_finalize_new
 
 
 class CudaKernel(NamedTuple):
@@ -192,11 +193,11 @@ def run(
     )
     if gemm2_out.device.type == "cpu":
         check_dtypes(gemm2_out, expert_weights)
+        write, write_new = _cpu_kernels()
         if out is None:
-            width = output_width(gemm2_out, shared_output, hidden_dim)
-            rows = num_tokens_of(expanded_idx_to_permuted_idx, expert_weights, top_k)
-            out = gemm2_out.new_empty((rows, width))
-        _cpu_kernel()(out, *inputs, cpu_isa(), *cpu_workers())
+            made: Tensor = write_new(*inputs, hidden_dim, cpu_isa(), *cpu_workers())
+            return made
+        write(out, *inputs, cpu_isa(), *cpu_workers())
         return out
     kernel = _find(gemm2_out, expert_weights, top_k, shared_gate_logits is not None)
     flags = env.launch_flags()

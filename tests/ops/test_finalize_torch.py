@@ -58,7 +58,7 @@ def test_torch_compile_fullgraph_cold(monkeypatch):
     torch._dynamo.reset()
     from sgl_moe_jit.ops import finalize_kernel
 
-    finalize_kernel._cpu_kernel.cache_clear()
+    finalize_kernel._cpu_kernels.cache_clear()
     i = make(3, 8, 64)
     compiled = torch.compile(lambda *a: moe_finalize_fuse_shared(*a, 8), fullgraph=True)
     assert_same_bits(compiled(i.gemm2_out, i.idx, i.weights, i.shared), i.run())

@@ -110,7 +110,12 @@ inline const char* width_name(const FinalizeInputs& in) {
 inline int64_t output_width(const FinalizeInputs& in, const host::Optional<int64_t>& hidden_dim) {
   host::check_rows("gemm2_out", in.gemm2_out);
   if (!in.shared.has_value()) {
-    return hidden_dim.has_value() ? hidden_dim.value() : in.gemm2_out.size(1);
+    const int64_t padded = in.gemm2_out.size(1);
+    SMJ_CHECK_VALUE(!hidden_dim.has_value() ||
+                    (hidden_dim.value() >= 1 && hidden_dim.value() <= padded))
+        << "hidden_dim: expected 1 to " << padded << ", the width of gemm2_out, got "
+        << hidden_dim.value();
+    return hidden_dim.value_or(padded);
   }
   host::check_rows("shared_output", in.shared.value());
   const int64_t width = in.shared.value().size(1);
@@ -175,24 +180,20 @@ inline FinalizeCall check_finalize_inputs(const FinalizeInputs& in, int64_t hidd
 inline void check_apart(const char* name, const host::TensorView& written, const FinalizeInputs& in,
                         const char* may_be = nullptr,
                         const host::Optional<host::TensorView>& same = {}) {
-  const host::ByteRange range = host::bytes_of_rows(written);
-  const auto apart = [&](const char* other, const host::ByteRange& read) {
-    SMJ_CHECK_VALUE(!range.overlaps(read))
+  const host::RowBytes rows = host::row_bytes(written);
+  const auto apart = [&](const char* other, const host::TensorView& read) {
+    SMJ_CHECK_VALUE(!rows.overlaps(host::row_bytes(read)))
         << name << ": shares memory with " << other << "; pass another tensor";
   };
-  apart("gemm2_out", host::bytes_of_rows(in.gemm2_out));
-  apart("expanded_idx_to_permuted_idx", host::bytes_of_contiguous(in.row_of));
-  if (in.weights.has_value()) {
-    apart("expert_weights", host::bytes_of_contiguous(in.weights.value()));
-  }
-  if (in.gate_logits.has_value()) {
-    apart("shared_gate_logits", host::bytes_of_contiguous(in.gate_logits.value()));
-  }
+  apart("gemm2_out", in.gemm2_out);
+  apart("expanded_idx_to_permuted_idx", in.row_of);
+  if (in.weights.has_value()) apart("expert_weights", in.weights.value());
+  if (in.gate_logits.has_value()) apart("shared_gate_logits", in.gate_logits.value());
   if (same.has_value()) {
     const host::TensorView& s = same.value();
     const bool is_it =
         s.data_ptr() == written.data_ptr() && host::row_stride(s) == host::row_stride(written);
-    SMJ_CHECK_VALUE(is_it || !range.overlaps(host::bytes_of_rows(s)))
+    SMJ_CHECK_VALUE(is_it || !rows.overlaps(host::row_bytes(s)))
         << name << ": shares part of its memory with " << may_be << "; pass exactly " << may_be
         << ", or another tensor";
   }

@@ -37,15 +37,11 @@ struct NormOutputs {
 struct NormRange {
   const char* name;
   const host::TensorView& tensor;
-  host::ByteRange bytes;
+  host::RowBytes bytes;
 };
 
 inline NormRange range_of(const char* name, const host::TensorView& x) {
-  if (x.numel() == 0) return {name, x, {}};
-  const auto begin = reinterpret_cast<uintptr_t>(x.data_ptr());
-  const int64_t items =
-      (x.ndim() == 2 ? (x.size(0) - 1) * host::row_stride(x) + x.size(1) : x.numel());
-  return {name, x, {begin, begin + static_cast<uintptr_t>(items * x.dtype().bits / 8)}};
+  return {name, x, host::row_bytes(x)};
 }
 
 // written may share no memory with other; or only if it is exactly other, where may_be says so.
