@@ -16,7 +16,7 @@ PINNED := $(PIP) -c constraints.txt
 FLOOR_TVM_FFI := 0.1.11
 FLOOR_TRANSFORMERS := 5.17.0
 
-CXX_FILES := $(shell find csrc include -name '*.cu' -o -name '*.cuh' -o -name '*.cc' -o -name '*.h')
+CXX_FILES := $(shell find csrc include benchmarks -name '*.cu' -o -name '*.cuh' -o -name '*.cc' -o -name '*.h')
 
 .PHONY: demo test lint gpu-test bench test-floor clean
 .DELETE_ON_ERROR:

@@ -7,32 +7,23 @@
 //   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I include -o sweep \
 //       benchmarks/finalize_shapes/sweep.cu && ./sweep COMMIT > shapes.json
 //
-// bfloat16 rows, float32 weights. Each shape's calls are captured in one graph with PDL; graphs
-// take turns in a rotating order, each replayed once untimed before a sample. Cold: the calls'
-// buffers exceed three times the L2 cache. Every shape must give the first one's bits. `stream`
-// reads the same rows in the same order without indices and weights, `stream in a row` neighbouring
-// ones: what memory alone allows.
+// bfloat16 rows, float32 weights, PDL; how they are timed, ../shape_sweep.cuh says. Every shape
+// must give the first one's bits. `stream` reads the same rows in the same order without indices
+// and weights, `stream in a row` neighbouring ones: what memory alone allows.
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
-#include <numeric>
-#include <random>
 #include <string>
 #include <vector>
 
+#include "../shape_sweep.cuh"
 #include "sgl_moe_jit/host/launch.cuh"
 #include "sgl_moe_jit/moe/finalize.cuh"
 
 namespace {
 
 using namespace sgl_moe_jit;  // NOLINT: a program of its own
-using Bf16 = __nv_bfloat16;
-
-void check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(status));
-  std::exit(1);
-}
+using shape_sweep::Bf16;
+using shape_sweep::check;
 
 __global__ void empty_kernel(const moe::FinalizeParams) {
   device::pdl_wait();
@@ -122,23 +113,6 @@ void launch(const Candidate& c, const moe::FinalizeParams& p, cudaStream_t strea
         c.name.c_str());
 }
 
-__global__ void fill(Bf16* x, size_t count, uint32_t seed) {
-  const size_t step = size_t{gridDim.x} * blockDim.x;
-  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count; i += step) {
-    uint32_t h = static_cast<uint32_t>(i * 2654435761u) ^ seed;
-    h ^= h >> 15;
-    h *= 2246822519u;
-    x[i] = __float2bfloat16_rn(static_cast<float>((h >> 13) & 0xffff) / 32768.0f - 1.0f);
-  }
-}
-
-template <typename T>
-T* allocate(size_t count) {
-  void* p = nullptr;
-  check(cudaMalloc(&p, count * sizeof(T)), "cudaMalloc");
-  return static_cast<T*>(p);
-}
-
 const char* commit = "unknown";
 
 struct Case {
@@ -148,117 +122,41 @@ struct Case {
 
 template <int kTopK>
 void run(const Case& c, bool cold, int num_tokens) {
-  const size_t row_count = static_cast<size_t>(num_tokens) * c.top_k;
-  const size_t bytes = num_tokens * size_t{2} * c.hidden * (c.top_k + 2) + row_count * 8;
-  cudaDeviceProp device{};
-  check(cudaGetDeviceProperties(&device, 0), "device");
-  const size_t copies = cold ? std::max<size_t>(4, 3 * size_t(device.l2CacheSize) / bytes + 1) : 1;
-  const int repeats = num_tokens <= 256 ? std::max<int>(1, static_cast<int>(200 / copies)) : 1;
+  const size_t slots = static_cast<size_t>(num_tokens) * c.top_k;
+  const size_t bytes = num_tokens * size_t{2} * c.hidden * (c.top_k + 2) + slots * 8;
+  const shape_sweep::Run run{"finalize", c.name, cold,  num_tokens, c.hidden,
+                             c.top_k,    bytes,  bytes, 200};
+  const size_t copies = run.copies();
   size_t pool_rows = 1;
-  while (pool_rows < copies * row_count) pool_rows *= 2;  // stream_row wants a power of two
+  while (pool_rows < copies * slots) pool_rows *= 2;  // stream_row wants a power of two
 
   const size_t out_count = copies * num_tokens * c.hidden;
-  auto* pool = allocate<Bf16>(pool_rows * c.padded);
-  auto* shared = allocate<Bf16>(out_count);
-  auto* out = allocate<Bf16>(out_count);
-  auto* row_of = allocate<int32_t>(copies * row_count);
-  auto* weights = allocate<float>(copies * row_count);
-  fill<<<1024, 256>>>(pool, pool_rows * c.padded, 1);
-  fill<<<1024, 256>>>(shared, out_count, 7);
-  std::mt19937 random(5);
-  std::vector<int32_t> rows(copies * row_count);
-  std::iota(rows.begin(), rows.end(), 0);
-  std::shuffle(rows.begin(), rows.end(), random);
-  std::vector<float> factors(rows.size());
-  for (float& x : factors) x = static_cast<float>(random() & 0xffff) / 65536.0f;
-  check(cudaMemcpy(row_of, rows.data(), rows.size() * 4, cudaMemcpyHostToDevice), "copy");
-  check(cudaMemcpy(weights, factors.data(), rows.size() * 4, cudaMemcpyHostToDevice), "copy");
+  shape_sweep::Buffers buffers;
+  const Bf16* pool = buffers.filled(pool_rows * c.padded, 1);
+  const Bf16* shared = buffers.filled(out_count, 7);
+  auto* out = buffers.allocate<Bf16>(out_count);
+  const shape_sweep::Routing routing = shape_sweep::random_routing(buffers, copies * slots);
   std::vector<moe::FinalizeParams> calls(copies);
   for (size_t i = 0; i < copies; ++i) {
     const size_t token = i * num_tokens;
-    calls[i] = {out + token * c.hidden,
-                pool,
-                row_of + i * row_count,
-                weights + i * row_count,
-                shared + token * c.hidden,
-                nullptr,
-                c.hidden,
-                c.padded,
-                c.hidden,
-                num_tokens,
-                static_cast<int64_t>(pool_rows),
-                c.hidden,
-                c.top_k,
-                1.0f,
-                false};
+    moe::FinalizeParams& p = calls[i];
+    p.out = out + token * c.hidden;
+    p.gemm2_out = pool;
+    p.row_of = routing.row_of + i * slots;
+    p.weights = routing.weights + i * slots;
+    p.shared = shared + token * c.hidden;
+    p.out_stride = p.shared_stride = c.hidden;
+    p.gemm2_stride = c.padded;
+    p.num_tokens = num_tokens;
+    p.num_rows = static_cast<int64_t>(pool_rows);
+    p.hidden_dim = c.hidden;
+    p.top_k = c.top_k;
+    p.routed_factor = 1.0f;
   }
-
-  const std::vector<Candidate> all = candidates<kTopK>();
-  cudaStream_t stream;
-  check(cudaStreamCreate(&stream), "stream");
-  std::vector<cudaGraphExec_t> graphs(all.size());
-  std::vector<uint16_t> want, got(std::min<size_t>(out_count, 1 << 19));
-  for (size_t i = 0; i < all.size(); ++i) {
-    check(cudaMemset(out, 0xff, out_count * 2), "memset");
-    for (const auto& p : calls) launch(all[i], p, stream);
-    check(cudaStreamSynchronize(stream), all[i].name.c_str());
-    check(cudaMemcpy(got.data(), out + (out_count - got.size()), got.size() * 2,
-                     cudaMemcpyDeviceToHost),
-          "copy");
-    if (i == 0) want = got;
-    if (all[i].same_bits && got != want) {
-      std::fprintf(stderr, "%s: other bits than %s\n", all[i].name.c_str(), all[0].name.c_str());
-      std::exit(1);
-    }
-    cudaGraph_t graph;
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
-    for (int r = 0; r < repeats; ++r) {
-      for (const auto& p : calls) launch(all[i], p, stream);
-    }
-    check(cudaStreamEndCapture(stream, &graph), "capture");
-    check(cudaGraphInstantiate(&graphs[i], graph, 0), "graph");
-    check(cudaGraphDestroy(graph), "graph");
-  }
-
-  constexpr int kRounds = 11, kWarmup = 2;
-  cudaEvent_t begin, end;
-  check(cudaEventCreate(&begin), "event");
-  check(cudaEventCreate(&end), "event");
-  std::vector<std::vector<float>> samples(all.size());
-  for (size_t round = 0; round < kWarmup + kRounds; ++round) {
-    for (size_t j = 0; j < all.size(); ++j) {
-      const size_t i = (j + round) % all.size();
-      check(cudaGraphLaunch(graphs[i], stream), "replay");
-      check(cudaEventRecord(begin, stream), "event");
-      check(cudaGraphLaunch(graphs[i], stream), "replay");
-      check(cudaEventRecord(end, stream), "event");
-      check(cudaEventSynchronize(end), "event");
-      float ms = 0;
-      check(cudaEventElapsedTime(&ms, begin, end), "event");
-      if (round >= kWarmup) samples[i].push_back(ms * 1e3f / static_cast<float>(copies * repeats));
-    }
-  }
-  for (size_t i = 0; i < all.size(); ++i) {
-    std::sort(samples[i].begin(), samples[i].end());
-    static bool is_first = true;
-    std::printf(
-        "%s\n{\"subject\": \"finalize\", \"case\": \"%s\", \"mode\": \"%s\", \"num_tokens\": %d, "
-        "\"hidden_dim\": %d, \"top_k\": %d, \"weight_dtype\": \"float32\", \"provider\": \"%s\", "
-        "\"median_us\": %.3f, \"p20_us\": %.3f, \"p80_us\": %.3f, \"samples\": %d, "
-        "\"bytes\": %zu, \"device\": \"%s\", \"versions\": {\"cuda\": \"%d.%d\"}, "
-        "\"commit\": \"%s\", \"command\": \"sweep COMMIT > FILE\"}",
-        is_first ? "" : ",", c.name, cold ? "cold" : "hot", num_tokens, c.hidden, c.top_k,
-        all[i].name.c_str(), samples[i][kRounds / 2], samples[i][kRounds / 5],
-        samples[i][kRounds * 4 / 5], kRounds, bytes, device.name, CUDART_VERSION / 1000,
-        CUDART_VERSION % 1000 / 10, commit);
-    is_first = false;
-    check(cudaGraphExecDestroy(graphs[i]), "graph");
-  }
-  check(cudaStreamDestroy(stream), "stream");
-  for (void* p : {static_cast<void*>(pool), static_cast<void*>(shared), static_cast<void*>(out),
-                  static_cast<void*>(row_of), static_cast<void*>(weights)}) {
-    check(cudaFree(p), "cudaFree");
-  }
+  const size_t compared = std::min<size_t>(out_count * 2, 1 << 20);
+  const shape_sweep::Output written{reinterpret_cast<uint8_t*>(out), out_count * 2,
+                                    out_count * 2 - compared, compared};
+  shape_sweep::time_in_turn(run, candidates<kTopK>(), calls, written, launch, "", commit);
 }
 
 template <int kTopK>
