@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit.moe.expert_weights import ExpertWeights
+from sgl_moe_jit.moe.quantization import Quantization
 from sgl_moe_jit.moe.runner_config import RunnerConfig
 
 
@@ -33,13 +34,18 @@ class SharedMlp:
 
         Raises:
             TypeError: dtypes or devices differ from the experts'; names both.
-            ValueError: sizes do not fit, names both; or the routed experts compute something else
-                between or behind their matrices.
+            ValueError: sizes do not fit, names both; or the routed experts are quantized, or
+                compute something else between or behind their matrices.
         """
         if not weights.is_silu_and_mul or weights.post_expert_norm is not None:
             raise ValueError(
                 "shared experts: expected routed experts that are SwiGLU MLPs as they are, got "
                 f"activation {weights.activation}, norm {weights.post_expert_norm}"
+            )
+        if weights.quantization is not Quantization.NONE:
+            raise ValueError(
+                f"shared experts: expected routed experts that are not quantized, got "
+                f"{weights.quantization}; keep the shared experts beside them"
             )
         config = RunnerConfig.of(weights)
         for name, matrix in (("gate", self.gate), ("up", self.up), ("down", self.down)):
@@ -110,6 +116,8 @@ def take_slots(
             # Zero in the shared slots.
             up_bias=None if weights.up_bias is None else taken(weights.up_bias),
             down_bias=None if weights.down_bias is None else taken(weights.down_bias),
+            up_scale=None if weights.up_scale is None else taken(weights.up_scale),
+            down_scale=None if weights.down_scale is None else taken(weights.down_scale),
         )
         if shared is not None:
             _fill(slots, len(experts), num_shared, shared)

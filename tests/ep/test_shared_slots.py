@@ -15,6 +15,7 @@ from sgl_moe_jit.moe.block import SharedExpertMoEBlock
 from sgl_moe_jit.moe.layer import FusedMoE
 from sgl_moe_jit.moe.shared_slots import SharedMlp, take_slots
 from sgl_moe_jit.moe.topk import StandardTopKOutput
+from tests.moe.fp8_cases import make_fp8_weights
 from tests.moe.runner_cases import HIDDEN, NUM_EXPERTS, WIDTH, make_input, make_weights, silu_halves
 
 F64 = torch.float64
@@ -65,6 +66,17 @@ def test_the_slots_sum_up_to_the_mlp(num_shared, is_transposed, bias):
     if num_shared > 1:
         alone = silu_halves(x @ up[3]) @ down[3]
         assert (alone - want).abs().max() > 0.1 * want.abs().max()
+
+
+def test_slots_of_quantized_experts_keep_their_scales_and_take_no_shared_mlp():
+    weights = make_fp8_weights()
+    slots = take_slots(weights, (4, 1, 4, 0, 2, 3))
+    wide, slots_wide = weights.dequantized(), slots.dequantized()
+    for slot, expert in enumerate((4, 1, 4, 0, 2, 3)):
+        assert torch.equal(slots_wide.up[slot], wide.up[expert])
+        assert torch.equal(slots_wide.down[slot], wide.down[expert])
+    with pytest.raises(ValueError, match=r"that are not quantized, got fp8_per_channel; keep the"):
+        take_slots(weights, (0, 1), shared_mlp(1, torch.bfloat16))
 
 
 def test_a_layer_runs_the_slots_with_equal_weights():
