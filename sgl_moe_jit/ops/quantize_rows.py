@@ -43,5 +43,6 @@ def quantize_rows(x: Tensor) -> QuantizedRows:
     """
     least, most = torch.aminmax(x, dim=-1)  # one pass, and nothing as large as x is written
     largest = torch.maximum(most, -least).float()
-    scales = (largest / _MAX).clamp(min=_LEAST_SCALE)
+    # By a tensor: by a number, torch's CUDA kernel multiplies with the rounded reciprocal.
+    scales = (largest / largest.new_full((), _MAX)).clamp(min=_LEAST_SCALE)
     return QuantizedRows((x / scales[:, None]).to(torch.float8_e4m3fn), scales)

@@ -31,8 +31,7 @@ both_runners = pytest.mark.parametrize("name", ["native", "grouped_mm"])
 @pytest.fixture(autouse=True)
 def _torch_gemm(request, monkeypatch):
     """torch's own on a GPU that has it; the emulation on a CPU."""
-    device = request.node.callspec.params.get("device") if hasattr(request.node, "callspec") else ""
-    if device == "cuda":
+    if request.node.get_closest_marker("gpu"):
         why = why_unavailable(torch.device("cuda", 0))
         if why:
             pytest.skip(why)
@@ -238,9 +237,6 @@ def test_slices_sum_to_the_whole(device, name):
 
 @pytest.mark.gpu
 def test_capture_and_replay():
-    install = why_unavailable(torch.device("cuda", 0))
-    if install:
-        pytest.skip(install)
     weights, x, topk = case(16, 256, 128, device="cuda")
     layer = FusedMoE(weights, runner="grouped_mm")
     for _ in range(2):
