@@ -1,0 +1,121 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the ops on top-k ids under expert parallelism check, allocate and differentiate alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_moe_jit.ops.finalize_arguments import is_int
+
+MAX_RANKS = 512
+"""Most ranks one call can spread over: kMaxRanks in include/sgl_moe_jit/moe/ep_topk_params.h."""
+_MOST = 2**31 - 1
+
+
+def check_kinds(
+    tensors: Mapping[str, object], optional: Mapping[str, object], **ints: object
+) -> None:
+    """Check that each argument is of its kind, which neither C++ nor the schema would name.
+
+    Raises:
+        TypeError: names the argument, what was expected and what came.
+    """
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+    for name, x in optional.items():
+        if not (x is None or isinstance(x, Tensor)):
+            kind = type(x).__name__
+            raise TypeError(
+                f"{name}: expected a Tensor or None, got {kind}; torch.tensor makes one"
+            )
+    for name, number in ints.items():
+        if not is_int(number):
+            raise TypeError(f"{name}: expected an int, got {type(number).__name__}")
+
+
+def check_shape(
+    topk_ids: Tensor, num_routed_experts: int, world_size: int, source_rank: int, num_shared: int
+) -> None:
+    """Check the numbers and what decides the outputs' shapes; the rest is checked in C++.
+
+    Raises:
+        ValueError: names the argument, what was expected and what came.
+    """
+    if topk_ids.dim() != 2:
+        raise ValueError(f"topk_ids: expected [num_tokens, top_k], got {tuple(topk_ids.shape)}")
+    if not 1 <= world_size <= MAX_RANKS:
+        raise ValueError(f"world_size: expected 1 to {MAX_RANKS}, got {world_size}")
+    if num_routed_experts < world_size or num_routed_experts % world_size:
+        raise ValueError(
+            f"num_routed_experts: expected a multiple of world_size, {world_size}, got "
+            f"{num_routed_experts}; count the redundant experts too"
+        )
+    if not 0 <= source_rank < world_size:
+        raise ValueError(f"source_rank: expected 0 to {world_size - 1}, got {source_rank}")
+    if num_shared < 1:
+        raise ValueError(f"num_shared: expected at least 1, got {num_shared}")
+    if num_routed_experts + world_size * num_shared > _MOST:
+        raise ValueError(
+            "num_routed_experts: expected num_routed_experts + world_size * num_shared below 2^31, "
+            f"got {num_routed_experts} + {world_size} * {num_shared}"
+        )
+    if topk_ids.shape[0] * (topk_ids.shape[1] + num_shared) > _MOST:
+        raise ValueError(
+            "topk_ids: expected num_tokens * (top_k + num_shared) below 2^31, got "
+            f"{tuple(topk_ids.shape)}; split the batch"
+        )
+
+
+def outputs(topk_ids: Tensor, topk_weights: Tensor, num_shared: int) -> tuple[Tensor, Tensor]:
+    """Return the memory for ids and weights [N, K + S]."""
+    shape = (topk_ids.shape[0], topk_ids.shape[1] + num_shared)
+    device = topk_ids.device
+    return (
+        torch.empty(shape, dtype=topk_ids.dtype, device=device),
+        torch.empty(shape, dtype=topk_weights.dtype, device=device),
+    )
+
+
+def check_is_cuda(topk_ids: Tensor) -> None:
+    """Refuse a device no kernel is built for."""
+    if topk_ids.device.type != "cuda" or torch.version.cuda is None:
+        raise ValueError(
+            f"topk_ids: expected a CPU or NVIDIA CUDA tensor, got device {topk_ids.device}"
+        )
+
+
+def check_ids(
+    topk_ids: Tensor, num_routed_experts: int, num_token_non_padded: Tensor | None
+) -> None:
+    """Raise ValueError when a row that is no padding has an id too large. Synchronises on CUDA."""
+    if num_token_non_padded is not None:
+        topk_ids = topk_ids[: max(0, int(num_token_non_padded))]
+    if topk_ids.numel() == 0:
+        return
+    largest = int(topk_ids.max())
+    if largest >= num_routed_experts:
+        row = int(topk_ids.reshape(-1).argmax()) // topk_ids.shape[1]
+        raise ValueError(
+            f"topk_ids: expected ids below {num_routed_experts} (num_routed_experts), got "
+            f"{largest} in row {row}; physical experts count the redundant ones too"
+        )
+
+
+def save_sent(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep for the backward pass which slots have an expert."""
+    ctx.save_for_backward(output[0])
+    ctx.top_k = inputs[0].shape[1]
+    ctx.num_inputs = len(inputs)
+
+
+def weights_gradient(ctx: Any, _: Tensor | None, grad: Tensor) -> tuple[Any, ...]:
+    """Return the gradient of ``topk_weights``: that of the slots whose weight was kept."""
+    (ids,) = ctx.saved_tensors
+    kept = ids[:, : ctx.top_k] >= 0
+    return None, torch.where(kept, grad[:, : ctx.top_k], 0), *[None] * (ctx.num_inputs - 2)
