@@ -13,6 +13,7 @@ from sgl_moe_jit.ops.finalize_norm import (
     moe_finalize_fuse_shared_add_rmsnorm_fp8,
 )
 from sgl_moe_jit.ops.permute import moe_permute
+from sgl_moe_jit.ops.waterfill import waterfill_topk_with_shared_expert
 
 __all__ = [
     "count_tokens_per_rank",
@@ -22,4 +23,5 @@ __all__ = [
     "moe_finalize_fuse_shared_add_rmsnorm_fp8",
     "moe_permute",
     "silu_and_mul",
+    "waterfill_topk_with_shared_expert",
 ]

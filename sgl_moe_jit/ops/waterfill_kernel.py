@@ -1,0 +1,146 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""The modules behind ``waterfill_topk_with_shared_expert``, and which path serves a call."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_moe_jit import env
+from sgl_moe_jit.jit import (
+    BuildSpec,
+    CudaArch,
+    KernelFamily,
+    cache_once,
+    current_arch,
+    load_spec,
+    make_spec,
+    register_family,
+)
+from sgl_moe_jit.ops import ep_topk
+from sgl_moe_jit.ops.cpu_threads import cpu_workers
+
+OP = "waterfill_topk_with_shared_expert"
+
+MODES = {"exact": 0, "exact_restricted": 1, "sampled": 2}
+"""As numbered by WaterfillMode in ``include/sgl_moe_jit/moe/waterfill_params.h``."""
+
+
+class WaterfillPath(enum.IntEnum):
+    """Kernels that one call launches; both give the same bits."""
+
+    ONE_LAUNCH = 1
+    """One block counts, plans and writes: a decode batch."""
+    THREE_LAUNCHES = 3
+    """Count over many blocks, plan, write over many blocks."""
+
+
+# What one block takes, as in waterfill_params.h. Where the other path gets quicker is not measured
+# yet.
+_CHUNK_ROWS = 256
+_ONE_BLOCK_ROWS = {"exact": 1024, "exact_restricted": _CHUNK_ROWS, "sampled": 1024}
+_ONE_BLOCK_IDS = 8192
+# int64 items of a WaterfillPlan.
+_PLAN_ITEMS = 6 + 2 * ep_topk.MAX_RANKS + 1
+
+
+def _cuda_spec(arch: CudaArch) -> BuildSpec:
+    return make_spec(
+        ("waterfill",),
+        cuda_files=["moe/waterfill.cu"],
+        cpp_files=["moe/waterfill_binding.cc"],
+        arch=arch,
+    )
+
+
+def _cpu_spec() -> BuildSpec:
+    return make_spec(("waterfill", "cpu"), cpp_files=["moe/waterfill_cpu.cc"])
+
+
+def _all_cuda_specs(arch: CudaArch) -> Iterator[BuildSpec]:
+    yield _cuda_spec(arch)
+
+
+register_family(KernelFamily(OP, _all_cuda_specs, lambda: iter([_cpu_spec()])))
+
+
+@cache_once
+def _cpu_kernel() -> Any:
+    return load_spec(_cpu_spec()).waterfill_topk
+
+
+@cache_once
+def _cuda_kernel(device_index: int, /) -> Any:
+    arch = current_arch(device_index)
+    return load_spec(_cuda_spec(arch)).waterfill_topk, arch.supports_pdl
+
+
+def can_take_one_launch(num_tokens: int, top_k: int, mode: str) -> bool:
+    """Whether one block has room for a call of this size."""
+    return num_tokens <= _ONE_BLOCK_ROWS[mode] and num_tokens * top_k <= _ONE_BLOCK_IDS
+
+
+def launch(
+    outputs: tuple[Tensor, Tensor],
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_token_non_padded: Tensor | None,
+    num_routed_experts: int,
+    world_size: int,
+    source_rank: int,
+    shared_weight: float,
+    global_counts: Tensor | None,
+    tokens_per_rank: Tensor | None,
+    mode: str,
+    remainder_start: int,
+    *,
+    path: WaterfillPath | None = None,
+) -> None:
+    """Write ``outputs``, ids and weights [N, K + 1].
+
+    Args:
+        outputs: Allocated.
+        topk_ids: [N, K], contiguous; it and those from here on as in the public op.
+        topk_weights: Contiguous.
+        num_token_non_padded: Checked in C++, like the counts.
+        num_routed_experts: Checked.
+        world_size: Checked.
+        source_rank: Checked.
+        shared_weight: A number.
+        global_counts: Both counts or none.
+        tokens_per_rank: Both counts or none.
+        mode: One of ``MODES``.
+        remainder_start: Checked.
+        path: On CUDA, the path to take: for tests and benchmarks. Chosen by size when None.
+
+    Raises:
+        ValueError: the path cannot serve a call of this size.
+    """
+    num_tokens, top_k = topk_ids.shape
+    call = (*outputs, topk_ids, topk_weights, num_token_non_padded)
+    numbers = (num_routed_experts, world_size, source_rank, shared_weight)
+    counts = (global_counts, tokens_per_rank, MODES[mode], remainder_start)
+    if topk_ids.device.type == "cpu":
+        _cpu_kernel()(*call, *numbers, *counts, *cpu_workers())
+        return
+    ep_topk.check_is_cuda(topk_ids)
+    if env.CHECK_INDICES.get():
+        ep_topk.check_ids(topk_ids, num_routed_experts, num_token_non_padded)
+    one = can_take_one_launch(num_tokens, top_k, mode)
+    if path is WaterfillPath.ONE_LAUNCH and not one:
+        raise ValueError(
+            f"path: one launch takes {_ONE_BLOCK_ROWS[mode]} rows and {_ONE_BLOCK_IDS} ids, got "
+            f"{num_tokens} and {num_tokens * top_k}"
+        )
+    scratch = None
+    if path is WaterfillPath.THREE_LAUNCHES or not one:
+        chunks = -(-num_tokens // _CHUNK_ROWS)
+        items = 2 * _PLAN_ITEMS + chunks * (world_size + 1)  # of the plan two words each
+        scratch = torch.empty(items, dtype=torch.int32, device=topk_ids.device)
+    kernel, pdl_supported = _cuda_kernel(topk_ids.device.index)
+    kernel(*call, *numbers, *counts, scratch, pdl_supported and env.PDL.get())
