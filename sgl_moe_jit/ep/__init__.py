@@ -3,6 +3,7 @@
 """Expert parallelism: shared experts as expert slots of each rank."""
 
 from sgl_moe_jit.ep.backends import is_deepep_class_backend
+from sgl_moe_jit.ep.balance import WaterfillBalancer
 from sgl_moe_jit.ep.eplb import (
     get_moe_weights,
     logical_to_physical_table,
@@ -21,6 +22,7 @@ __all__ = [
     "EpLayout",
     "ExpertCounts",
     "SharedExpertFusionConfig",
+    "WaterfillBalancer",
     "determine_num_fused_shared_experts",
     "drop_shared_counts",
     "fused_shared_expert_weight",
