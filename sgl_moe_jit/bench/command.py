@@ -43,6 +43,7 @@ SUBJECTS = (
     Subject("finalize", ("cuda",), _GPU_ARGUMENTS),
     Subject("norm", ("cuda",), _GPU_ARGUMENTS),
     Subject("permute", ("cuda",), _GPU_ARGUMENTS[:-1]),
+    Subject("waterfill", ("cuda",), ("cases", "tokens", "rounds", "providers", "plot", "peer")),
     Subject("layer", ("cuda",)),
     Subject("memory", ("cuda",), ("cases", "tokens", "providers", "plot")),
     Subject("host", ("cuda", "cpu"), ("rounds", "peer", "providers"), rounds=200),

@@ -212,6 +212,7 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "finalize_models": ratios,
     "norm": Comparison(),
     "permute": Comparison(),
+    "waterfill": Comparison(),
     "layer": layer_table,
     "memory": memory_table,
     "host": host_table,

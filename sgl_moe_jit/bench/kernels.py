@@ -3,13 +3,15 @@
 """The kernels that only benchmarks need: the streaming one, an add-RMSNorm, and the peers'.
 
 A peer's sources are never part of this project; a folder that holds them is named on the command
-line: ``--peer sglang=DIR`` (``moe_finalize_fuse_shared.cu`` and ``tvm_ffi_utils.h`` of its kernel)
+line: ``--peer sglang=DIR`` (``moe_finalize_fuse_shared.cu`` and ``tvm_ffi_utils.h`` of its kernel,
+``deepep_waterfill_kernels.py`` of its Triton kernels for ``bench waterfill``)
 and ``--peer flashinfer=DIR`` (its ``csrc`` and ``include``, or what
 ``python -m sgl_moe_jit.bench.carry`` copied of them).
 """
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,11 @@ FLASHINFER_FLAGS = (
 )
 # Ours, each of which includes flashinfer's files.
 FLASHINFER_SOURCES = ("bench/flashinfer_norm.cu", "bench/flashinfer_finalize.cu")
-# One file of a peer's folder that tells it from another one.
+# Files of a peer's folder that tell it from another one; one of them is enough.
+_SGLANG_WATERFILL = "deepep_waterfill_kernels.py"
 _PROBES = {
-    "sglang": "moe_finalize_fuse_shared.cu",
-    "flashinfer": "include/flashinfer/norm.cuh",
+    "sglang": ("moe_finalize_fuse_shared.cu", _SGLANG_WATERFILL),
+    "flashinfer": ("include/flashinfer/norm.cuh",),
 }
 
 
@@ -51,8 +54,9 @@ def parse_peers(texts: list[str]) -> dict[str, Path]:
         if name not in _PROBES or not folder:
             known = " or ".join(f"{peer}=DIR" for peer in _PROBES)
             raise ValueError(f"--peer: expected {known}, got {text!r}")
-        if not (Path(folder) / _PROBES[name]).is_file():
-            raise FileNotFoundError(f"--peer {name}: expected {_PROBES[name]} in {folder}")
+        if not any((Path(folder) / probe).is_file() for probe in _PROBES[name]):
+            expected = " or ".join(_PROBES[name])
+            raise FileNotFoundError(f"--peer {name}: expected {expected} in {folder}")
         found[name] = Path(folder).resolve()
     return found
 
@@ -131,3 +135,16 @@ def sglang_finalize(folder: str, /) -> Any:
         extra_include_paths=[Path(folder)],
         extra_dependencies=["cutlass"],
     ).moe_finalize_fuse_shared
+
+
+@cache_once
+def sglang_waterfill(folder: str, /) -> Any:
+    """Return sglang's module of Triton kernels that count and expand; it needs torch and triton."""
+    path = Path(folder) / _SGLANG_WATERFILL
+    if not path.is_file():
+        raise FileNotFoundError(f"--peer sglang: expected {_SGLANG_WATERFILL} in {folder}")
+    spec = importlib.util.spec_from_file_location("peer_sglang_waterfill", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

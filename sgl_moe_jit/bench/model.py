@@ -62,3 +62,8 @@ def permute_bytes(
     """Return the bytes of one permutation: rows read once, written K times; ids in, rows out."""
     rows = num_tokens * (1 + top_k) * hidden_dim * activation_bytes
     return rows + num_tokens * top_k * (id_bytes + 4)
+
+
+def expand_bytes(num_tokens: int, top_k: int, id_bytes: int, weight_bytes: int) -> int:
+    """Return the bytes of one expansion: ids and weights [N, K] in, [N, K + 1] out."""
+    return num_tokens * (2 * top_k + 1) * (id_bytes + weight_bytes)

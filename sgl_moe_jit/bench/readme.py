@@ -22,6 +22,7 @@ _TITLES = {
     "finalize_models": "Finalize with the shared add, other models",
     "norm": "Finalize, shared add, residual add and RMSNorm",
     "permute": "Permutation into expert order",
+    "waterfill": "Top-k ids expanded for dispatch, shared experts where there is room",
     "layer": "A whole MoE layer of one rank, in a CUDA graph",
     "memory": "What a whole MoE layer allocates at most",
     "host": "The host's time of one eager call",

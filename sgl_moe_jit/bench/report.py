@@ -31,12 +31,12 @@ class Record:
     """One provider's time for one shape.
 
     Attributes:
-        subject: finalize, norm, permute, layer, memory, host, cpu or jit.
+        subject: finalize, norm, permute, waterfill, layer, memory, host, cpu or jit.
         case: Model shape by name.
         num_tokens: T.
         hidden_dim: H.
         top_k: K.
-        mode: hot, cold, graph, eager or warm.
+        mode: hot, cold, graph, eager or warm; ep8 or ep32, hot, as one of so many ranks.
         weight_dtype: Of the expert weights.
         provider: Who computed it.
         timing: Microseconds a call; None where memory was measured.

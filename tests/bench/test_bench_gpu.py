@@ -63,3 +63,11 @@ def test_every_path_of_the_permutation_is_measured(tmp_path):
     assert cli.main(["bench", "permute", *SHAPE, "--json", str(path)]) == 0
     providers = {row["provider"] for row in json.loads(path.read_text())}
     assert "torch" in providers and len(providers) == 5
+
+
+def test_every_expansion_is_measured(tmp_path):
+    path = tmp_path / "out.json"
+    assert cli.main(["bench", "waterfill", *SHAPE, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())
+    assert {row["mode"] for row in rows} == {"ep8", "ep32"}
+    assert len(rows) == 2 * 7 and "torch, home" in {row["provider"] for row in rows}

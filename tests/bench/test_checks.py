@@ -7,7 +7,16 @@ import dataclasses
 import pytest
 import torch
 
-from sgl_moe_jit.bench import layer, layer_cases, memory, norm, norm_peers, permute, stream
+from sgl_moe_jit.bench import (
+    layer,
+    layer_cases,
+    memory,
+    norm,
+    norm_peers,
+    permute,
+    stream,
+    waterfill,
+)
 from sgl_moe_jit.bench.cases import CASES, FinalizeCase, make_finalize_inputs
 from sgl_moe_jit.bench.checks import check_provider
 from sgl_moe_jit.bench.contest import WrongResultError
@@ -128,6 +137,19 @@ def test_permutations_are_right_and_wrong_ones_refused():
         permute.check("it", (rows, row_of, ends + 1), x, want)
     with pytest.raises(WrongResultError, match="it: rows of slot 0 differ"):
         permute.check("it", (rows + 1, row_of, ends), x, want)
+
+
+def test_expansions_are_right_and_wrong_ones_refused():
+    case = FinalizeCase("tiny", 64, 64, 3, 16)
+    x = waterfill.make_inputs(case, 70, device="cpu")
+    want = waterfill.right_answers(x, 16, 8)
+    for name, entry in waterfill.entries(case, 70, None).items():
+        got = entry.expand(x.topk_ids, x.topk_weights, 16, 8)
+        waterfill.check(name, got, want[entry.mode])
+    with pytest.raises(WrongResultError, match=r"it: \d+ of 280 ids differ"):
+        waterfill.check("it", want["home"], want["exact"])
+    with pytest.raises(WrongResultError, match="it: 280 of 280 weights differ"):
+        waterfill.check("it", (want["home"][0], want["home"][1] + 1), want["home"])
 
 
 def test_a_path_is_offered_where_it_fits():

@@ -89,7 +89,10 @@ def test_the_command_holds_no_path_of_the_machine():
         (["finalize", "--modes", "warm"], "--modes: expected hot, cold or both, got 'warm'"),
         (["finalize", "--peer", "sglang"], "--peer: expected sglang=DIR or flashinfer=DIR, got"),
         (["finalize", "--peer", "vllm=x"], "--peer: expected sglang=DIR or flashinfer=DIR, got"),
-        (["finalize", "--peer", "sglang=x"], "--peer sglang: expected moe_finalize_fuse_shared.cu"),
+        (
+            ["finalize", "--peer", "sglang=x"],
+            "--peer sglang: expected moe_finalize_fuse_shared.cu or deep",
+        ),
     ],
 )
 def test_each_wrong_argument_is_named(words, message, small_cache):
@@ -98,7 +101,7 @@ def test_each_wrong_argument_is_named(words, message, small_cache):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("subject", ["finalize", "norm", "permute", "layer"])
+@pytest.mark.parametrize("subject", ["finalize", "norm", "permute", "waterfill", "layer"])
 def test_a_gpu_subject_without_a_gpu_says_so(subject, capsys):
     assert cli.main(["bench", subject]) == 1
     assert f"error: bench {subject}: needs a CUDA device" in capsys.readouterr().err

@@ -41,6 +41,15 @@ def test_flashinfers_build_from_what_is_carried(tmp_path, for_sm_90a, capsys):
     assert callable(kernels.flashinfer_finalize(str(folder)))
 
 
+def test_sglangs_triton_kernels_are_loaded_from_their_file(tmp_path):
+    (tmp_path / "deepep_waterfill_kernels.py").write_text("there = True")
+    (folder,) = kernels.parse_peers([f"sglang={tmp_path}"]).values()
+    assert kernels.sglang_waterfill(str(folder)).there
+    (tmp_path / "other").mkdir()
+    with pytest.raises(FileNotFoundError, match="--peer sglang: expected deepep_waterfill"):
+        kernels.sglang_waterfill(str(tmp_path / "other"))
+
+
 def test_carry_tells_how_it_is_called(capsys):
     assert carry.main(["vllm", "x"]) == 2
     assert "usage: python -m sgl_moe_jit.bench.carry flashinfer DIR" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 """Byte and operation counts against hand counts."""
 
 from sgl_moe_jit.bench.model import (
+    expand_bytes,
     finalize_bytes,
     finalize_flops,
     norm_bytes,
@@ -35,3 +36,8 @@ def test_bytes_of_two_tokens_with_a_norm():
 def test_bytes_of_two_permuted_tokens():
     # each: one row read, 8 written; 8 int32 ids read and 8 int32 rows written
     assert permute_bytes(2, 8, 7168, 2, 4) == 2 * (9 * 14336 + 64)
+
+
+def test_bytes_of_two_expanded_tokens():
+    # 8 ids and weights of 4 bytes in, 9 of each out
+    assert expand_bytes(2, 8, 4, 4) == 2 * (64 + 72)

@@ -16,10 +16,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from sgl_moe_jit.ops import silu_and_mul
+from sgl_moe_jit.ops import (
+    count_tokens_per_rank,
+    expand_topk_with_shared_expert,
+    silu_and_mul,
+)
 from sgl_moe_jit.ops.permute import permute_on
 from sgl_moe_jit.ops.permute_kernel import PermutePath
+from sgl_moe_jit.ops.waterfill_kernel import MODES, WaterfillPath, can_take_one_launch
 from tests.ops import finalize_norm_cases as norm_cases
+from tests.ops import waterfill_cases
+from tests.ops.ep_topk_cases import assert_same, make_ids, make_weights
 from tests.ops.finalize_cases import BF16, F16, F32, assert_same_bits, make
 
 
@@ -87,6 +94,46 @@ def permute() -> int:
     return count
 
 
+def expand_topk() -> int:
+    count = 0
+    # a block of the count and more; one rank, all the counters there are
+    for num_tokens in (1, 70, 5000):
+        for experts, ranks, top_k in ((8, 1, 2), (264, 8, 8), (1024, 512, 3)):
+            for id_dtype, dtype in ((torch.int32, F32), (torch.int64, BF16)):
+                ids = make_ids(num_tokens, experts, top_k, absent=0.2, dtype=id_dtype)
+                weights, valid = make_weights(ids, dtype), torch.tensor(60)
+                numbers = (experts, ranks, ranks - 1)
+                there = ids.cuda(), weights.cuda(), valid.cuda()
+                for shared in (1, 3):
+                    options = {"num_shared": shared, "num_token_non_padded": valid}
+                    want = expand_topk_with_shared_expert(ids, weights, *numbers, **options)
+                    options["num_token_non_padded"] = there[2]
+                    got = expand_topk_with_shared_expert(*there[:2], *numbers, **options)
+                    assert_same(got, want)
+                got = count_tokens_per_rank(there[0], *numbers, num_token_non_padded=there[2])
+                want = count_tokens_per_rank(ids, *numbers, num_token_non_padded=valid)
+                assert torch.equal(got.cpu(), want)
+                count += 3
+    return count
+
+
+def waterfill() -> int:
+    count = 0
+    for world_size in (1, 6, 32, 33, 512):
+        for num_tokens in (1, 70, 256, 700):
+            for seed in range(3):
+                case = waterfill_cases.make(seed, world_size, num_tokens)
+                for mode in MODES:
+                    want = case.run(mode)
+                    for path in WaterfillPath:
+                        one = path is WaterfillPath.ONE_LAUNCH
+                        if one and not can_take_one_launch(*case.ids.shape, mode):
+                            continue
+                        assert_same(case.run(mode, "cuda", path), want)
+                        count += 1
+    return count
+
+
 def activation() -> int:
     count = 0
     for dtype in (BF16, torch.float16, F32):
@@ -100,6 +147,7 @@ def activation() -> int:
 
 if __name__ == "__main__":
     counts = f"finalize {finalize()}, finalize_norm {finalize_norm()}, permute {permute()}"
-    counts += f", silu_and_mul {activation()}"
+    counts += f", silu_and_mul {activation()}, expand_topk {expand_topk()}"
+    counts += f", waterfill {waterfill()}"
     print(f"{counts} calls: all right")
     torch.cuda.synchronize()
