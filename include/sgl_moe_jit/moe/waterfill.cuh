@@ -130,31 +130,46 @@ __device__ __forceinline__ void choose_in_turn(const WaterfillParams& p, int32_t
       keys[w] = height << kTieBits | static_cast<uint32_t>(restricted_tie(rank, turn, num_ranks));
     }
   }
-#pragma unroll 1
-  for (int group = 0; group < kChunkRows / kWarp; ++group) {
-    uint32_t open = shared.open[group];
-#pragma unroll 1
-    while (open != 0) {
-      const int row = group * kWarp + __ffs(static_cast<int>(open)) - 1;
-      open &= open - 1;
-      uint32_t mine[kWords], lowest = 0xffffffffu;
+  int group = 0;
+  uint32_t open = shared.open[0];
+  const auto next_row = [&] {
+    while (open == 0 && ++group < kChunkRows / kWarp) open = shared.open[group];
+    if (open == 0) return -1;
+    const int row = group * kWarp + __ffs(static_cast<int>(open)) - 1;
+    open &= open - 1;
+    return row;
+  };
+  uint32_t masks[kWords];
+  const auto load_masks = [&](int row) {
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        const uint32_t mask = w < words ? shared.masks[row * words + w] : 0;
-        mine[w] = (mask >> lane_of() & 1u) != 0 ? keys[w] : 0xffffffffu;
-        lowest = min(lowest, mine[w]);
-      }
-      lowest = __reduce_min_sync(kAllLanes, lowest);
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        if (mine[w] == lowest) keys[w] += kTokenHeight << kTieBits;
-      }
-      if (lane_of() == 0) {
-        int rank = static_cast<int>(lowest & ((1u << kTieBits) - 1)) + turn;
-        if (rank >= num_ranks) rank -= num_ranks;
-        shared.chosen[row] = static_cast<uint16_t>(rank);
-      }
+    for (int w = 0; w < kWords; ++w) {
+      masks[w] = row >= 0 && w < words ? shared.masks[row * words + w] : 0;
     }
+  };
+  int row = next_row();
+  load_masks(row);
+#pragma unroll 1
+  while (row >= 0) {
+    uint32_t mine[kWords], lowest = 0xffffffffu;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      mine[w] = (masks[w] >> lane_of() & 1u) != 0 ? keys[w] : 0xffffffffu;
+      lowest = min(lowest, mine[w]);
+    }
+    // The next row's masks come while the lanes agree: keys alone depend on the row before.
+    const int next = next_row();
+    load_masks(next);
+    lowest = __reduce_min_sync(kAllLanes, lowest);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      if (mine[w] == lowest) keys[w] += kTokenHeight << kTieBits;
+    }
+    if (lane_of() == 0) {
+      int rank = static_cast<int>(lowest & ((1u << kTieBits) - 1)) + turn;
+      if (rank >= num_ranks) rank -= num_ranks;
+      shared.chosen[row] = static_cast<uint16_t>(rank);
+    }
+    row = next;
   }
 }
 
@@ -184,6 +199,8 @@ __device__ __forceinline__ void choose_restricted(const WaterfillParams& p, int3
   const int32_t turn = restricted_turn(p.topk.source_rank, chunk, p.topk.num_ranks);
   if (words == 1) {
     choose_in_turn<1>(p, chunk, turn, shared);
+  } else if (words <= 4) {
+    choose_in_turn<4>(p, chunk, turn, shared);
   } else {
     choose_in_turn<kMaxRankWords>(p, chunk, turn, shared);
   }
