@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgl_moe_jit.ops.finalize_arguments import is_int
+from sgl_moe_jit.ops.finalize_arguments import check_int, is_int
 
 MAX_RANKS = 512
 """Most ranks one call can spread over: kMaxRanks in include/sgl_moe_jit/moe/ep_topk_params.h."""
@@ -18,12 +18,17 @@ _MOST = 2**31 - 1
 
 
 def check_kinds(
-    tensors: Mapping[str, object], optional: Mapping[str, object], **ints: object
+    tensors: Mapping[str, object],
+    optional: Mapping[str, object],
+    *,
+    shared_weight: object = 1.0,
+    **ints: object,
 ) -> None:
     """Check that each argument is of its kind, which neither C++ nor the schema would name.
 
     Raises:
         TypeError: names the argument, what was expected and what came.
+        ValueError: an int is too large to reach the check of its range.
     """
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
@@ -35,8 +40,12 @@ def check_kinds(
                 f"{name}: expected a Tensor or None, got {kind}; torch.tensor makes one"
             )
     for name, number in ints.items():
-        if not is_int(number):
-            raise TypeError(f"{name}: expected an int, got {type(number).__name__}")
+        check_int(name, number, "an int of at most 64 bits")
+    if not (isinstance(shared_weight, (float, torch.SymFloat)) or is_int(shared_weight)):
+        kind = type(shared_weight).__name__
+        raise TypeError(
+            f"shared_weight: expected a float, got {kind}; a tensor's would be read back"
+        )
 
 
 def check_shape(

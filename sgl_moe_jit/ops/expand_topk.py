@@ -176,6 +176,7 @@ def expand_topk_with_shared_expert(
     ep_topk.check_kinds(
         {"topk_ids": topk_ids, "topk_weights": topk_weights},
         {"num_token_non_padded": num_token_non_padded},
+        shared_weight=shared_weight,
         num_routed_experts=num_routed_experts,
         world_size=world_size,
         source_rank=source_rank,

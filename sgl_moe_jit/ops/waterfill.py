@@ -233,6 +233,7 @@ def waterfill_topk_with_shared_expert(
             "global_counts": global_counts,
             "tokens_per_rank": tokens_per_rank,
         },
+        shared_weight=shared_weight,
         num_routed_experts=num_routed_experts,
         world_size=world_size,
         source_rank=source_rank,

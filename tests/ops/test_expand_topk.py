@@ -154,6 +154,19 @@ def test_errors(change, error, match):
             count_tokens_per_rank(call["ids"], *ints, num_token_non_padded=call["valid"])
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_numbers_of_a_wrong_kind_are_named_with_and_without_the_dispatcher(requires_grad):
+    ids, weights = torch.zeros(2, 2).int(), torch.ones(2, 2, requires_grad=requires_grad)
+    for name in ("num_routed_experts", "world_size", "source_rank", "num_shared"):
+        call = {"num_routed_experts": 8, "world_size": 4, "source_rank": 0, name: 2**70}
+        with pytest.raises(ValueError, match=f"{name}: expected"):
+            expand(ids, weights, **call)
+    for wrong in (torch.tensor(0.4), "1", None):
+        with pytest.raises(TypeError, match="shared_weight: expected a float, got"):
+            expand(ids, weights, 8, 4, 0, wrong)
+    assert expand(ids, weights, 8, 4, 0, 2)[1][0, 2] == 2
+
+
 def test_ids_out_of_range_in_padding_are_nobody_s():
     ids = torch.tensor([[1, 3], [2**31 - 1, 8]], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"got 2147483647 in row 1"):

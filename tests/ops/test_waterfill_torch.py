@@ -27,6 +27,8 @@ FOUR = torch.ones(4, dtype=torch.int64)
         ({"remainder_start": 4}, ValueError, "remainder_start: expected 0 to 3, got 4"),
         ({"remainder_start": -1}, ValueError, "remainder_start: expected 0 to 3, got -1"),
         ({"remainder_start": None}, TypeError, "remainder_start: expected an int, got NoneType"),
+        ({"remainder_start": 2**70}, ValueError, "remainder_start: expected"),
+        ({"shared_weight": torch.ones(1)}, TypeError, "shared_weight: expected a float, got Ten"),
         ({"min_tokens": 1.5}, TypeError, "min_tokens: expected an int, got float"),
         ({"global_counts": FOUR}, ValueError, "tokens_per_rank: expected a Tensor, got None"),
         ({"tokens_per_rank": FOUR}, ValueError, "global_counts: expected a Tensor, got None"),
@@ -66,6 +68,19 @@ def test_gradient_is_that_of_the_expansion(mode, num_tokens):
     assert torch.equal(got, want)
     out = expand_topk_with_shared_expert(ids, weights, 8, 4, 1)[1]
     assert torch.equal(torch.autograd.grad(out, weights, seed)[0], want)
+
+
+@pytest.mark.parametrize("op", [waterfill, expand_topk_with_shared_expert])
+def test_functional_and_forward_gradients_are_refused_by_name(op):
+    ids, weights = make_ids(5, 8, 2), torch.rand(5, 2)
+
+    def total(weights):
+        return op(ids, weights, 8, 4, 1)[1].sum()
+
+    with pytest.raises(NotImplementedError, match=f"^{op.__name__}: "):
+        torch.func.grad(total)(weights)
+    with pytest.raises(NotImplementedError, match=f"^{op.__name__}: "):
+        torch.func.jvp(total, (weights,), (weights,))
 
 
 @pytest.mark.parametrize("mode", MODES)
