@@ -57,15 +57,16 @@ std::vector<Candidate> candidates() {
   constexpr SidesAt kFirst = SidesAt::kFirst, kWith = SidesAt::kWithRows,
                     kLast = SidesAt::kWeightLast;
   return {
-      shape<kTopK, kFp8, 16, 2, 448, 2, kFirst>(1),  // Block
+      shape<kTopK, kFp8, 16, 2, 448, 2, kLast>(1),   // Block
       shape<kTopK, kFp8, 8, 1, 256, 3, kWith>(8),    // Tiny
       shape<kTopK, kFp8, 16, 1, 256, 2, kWith>(4),   // Few
       shape<kTopK, kFp8, 16, 1, 256, 2, kFirst>(7),  // Small
       shape<kTopK, kFp8, 16, 1, 256, 2, kFirst>(4),
       shape<kTopK, kFp8, 16, 1, 448, 2, kFirst>(2),  // Pair
       shape<kTopK, kFp8, 16, 1, 512, 2, kLast>(1),   // Narrow
-      shape<kTopK, kFp8, 16, 2, 448, 2, kLast>(1),   // Large
-      shape<kTopK, kFp8, 16, 2, 448, 2, kWith>(2),   // Spread
+      shape<kTopK, kFp8, 16, 2, 256, 4, kLast>(2),   // Spread
+      shape<kTopK, kFp8, 16, 2, 448, 2, kFirst>(1),
+      shape<kTopK, kFp8, 16, 2, 448, 2, kWith>(2),
       shape<kTopK, kFp8, 8, 1, 256, 3, kFirst>(8),
       shape<kTopK, kFp8, 16, 1, 256, 2, kFirst>(5),
       shape<kTopK, kFp8, 16, 1, 448, 2, kFirst>(3),
@@ -158,7 +159,7 @@ void sweep(const Case& c) {
   for (int tokens : {1, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256}) {
     run<kTopK, kFp8>(c, false, tokens);
   }
-  for (int tokens : {1, 16, 64, 128, 256, 512, 4096}) run<kTopK, kFp8>(c, true, tokens);
+  for (int tokens : {1, 16, 64, 128, 192, 256, 512, 4096}) run<kTopK, kFp8>(c, true, tokens);
 }
 
 }  // namespace
