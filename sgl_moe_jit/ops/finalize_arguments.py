@@ -104,8 +104,7 @@ def output_width(gemm2_out: Tensor, shared_output: Tensor | None, hidden_dim: in
         return padded
     if not 1 <= hidden_dim <= padded:
         raise ValueError(
-            f"hidden_dim: expected a width of 1 to {padded} (the width of gemm2_out), got "
-            f"{hidden_dim}"
+            f"hidden_dim: expected 1 to {padded}, the width of gemm2_out, got {hidden_dim}"
         )
     return hidden_dim
 

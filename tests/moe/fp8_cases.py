@@ -125,10 +125,10 @@ def accumulation(terms, device):
 
     A CPU adds in float32. Hopper's unit cuts each product to 14 bits below the largest of its 32,
     and the result goes on in float32 every 128: worst where one product outweighs the others,
-    which these inputs have not. A quarter of a unit of those 14 bits is ten times what a row of
-    7168 products like these comes to (random signs), and 200 times less than a factor of 2 amiss.
+    which these inputs have not. Half a unit of those 14 bits: on an H200 with torch 2.11 the worst
+    of 200 thousand sums came to half of that, and a factor of 2 amiss is a hundred times more.
     """
-    return 2.0**-13 if torch.device(device).type == "cuda" else (terms + 4) * 2.0**-24
+    return 2.0**-12 if torch.device(device).type == "cuda" else (terms + 4) * 2.0**-24
 
 
 def model_oracle(weights, x, topk):

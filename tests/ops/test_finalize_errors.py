@@ -132,7 +132,7 @@ def bad_inputs(device):
         "hidden_dim 0": (
             change(shared=None, hidden_dim=0),
             ValueError,
-            r"hidden_dim: expected a width of 1 to 40 \(the width of gemm2_out\), got 0",
+            "hidden_dim: expected 1 to 40, the width of gemm2_out, got 0",
         ),
         "hidden_dim 41": (change(shared=None, hidden_dim=41), ValueError, "hidden_dim: expected"),
     }
