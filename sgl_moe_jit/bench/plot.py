@@ -110,7 +110,8 @@ def _panel(axes: Any, rows: Sequence[Row], names: Sequence[str], value: Value) -
     axes.set_xlabel("tokens")
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_png(figure: Any, path: Path) -> None:
+    """Write a figure with few colours, making its folder."""
     from PIL import Image
 
     image = io.BytesIO()
@@ -160,7 +161,7 @@ def _figure(
         f"{first['subject']}, {first['device']}, {first['date']}, {first['commit'][:7]}{dashed}",
         fontsize=10,
     )
-    _save(figure, path)
+    save_png(figure, path)
     return path
 
 

@@ -1,0 +1,83 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator's figure: fullest rank and extra copies over the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sgl_moe_jit.bench.ep_simulate_model import POLICIES
+from sgl_moe_jit.bench.plot import require_matplotlib, save_png
+
+# Okabe and Ito's colours; a policy's dynamic form is the solid line of its colour.
+_COLOURS = {"home": "#000000", "sampled": "#D55E00", "exact": "#0072B2", "restricted": "#009E73"}
+_MARKERS = {"home": "s", "sampled": "D", "exact": "o", "restricted": "^"}
+_DPI = 90
+_ROWS = {"load_over_level": "fullest rank / level", "extra_copies": "extra copies a token"}
+
+
+def _line(axes: Any, rows: Sequence[dict[str, Any]], name: str, field: str) -> None:
+    points = sorted((row["num_ranks"], row[field]) for row in rows if row["provider"] == name)
+    base = name.partition(",")[0]
+    solid = name == "home" or name.endswith("dynamic")
+    axes.plot(
+        *zip(*points, strict=True),
+        label=name,
+        color=_COLOURS[base],
+        marker=_MARKERS[base],
+        markersize=4,
+        linewidth=1.6,
+        linestyle="-" if solid else ":",
+    )
+
+
+def draw(records: Sequence[dict[str, Any]], path: Path) -> Path:
+    """Write the figure of the first number of experts and tokens among the records.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: there are no records.
+    """
+    require_matplotlib()
+    if not records:
+        raise ValueError("plot: expected at least one record, got none")
+    from matplotlib.figure import Figure
+
+    first = records[0]
+    same = ("num_experts", "num_tokens", "top_k")
+    rows = [row for row in records if all(row[name] == first[name] for name in same)]
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    figure = Figure(figsize=(3.4 * len(cases), 6.2), dpi=_DPI, layout="constrained")
+    axes = figure.subplots(2, len(cases), squeeze=False)
+    for column, case in enumerate(cases):
+        here = [row for row in rows if row["case"] == case]
+        for (field, label), cell in zip(_ROWS.items(), axes[:, column], strict=True):
+            for name in POLICIES:
+                _line(cell, here, name, field)
+            if field == "load_over_level":
+                cell.set_title(case)
+                points = sorted({(r["num_ranks"], r["routed_over_level"]) for r in here})
+                top = cell.get_ylim()[1]
+                cell.fill_between(
+                    *zip(*points, strict=True), color="#999999", alpha=0.3, label="routed alone"
+                )
+                cell.set_ylim(min(0.9, 1.9 - top), top)
+            else:
+                cell.set_ylim(-0.03, 1.0)
+            cell.set_xscale("log", base=2)
+            cell.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+            cell.grid(True, which="major", alpha=0.3)
+            cell.set_xlabel("ranks")
+            if column == 0:
+                cell.set_ylabel(label)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    figure.suptitle(
+        f"simulated: {first['num_experts']} experts, top {first['top_k']}, {first['num_tokens']} "
+        f"tokens a rank, mean of {first['steps']} steps, {first['commit'][:7]}",
+        fontsize=10,
+    )
+    save_png(figure, path)
+    return path
