@@ -23,6 +23,7 @@ import numpy as np
 
 from sgl_moe_jit.bench import ep_simulate_plot, plot, report
 from sgl_moe_jit.bench.ep_simulate_model import OPTIMUM, POLICIES, Scenario, simulate, summarise
+from sgl_moe_jit.bench.ep_simulate_policies import Ints
 from sgl_moe_jit.bench.ep_simulate_routing import (
     ROUTINGS,
     Placement,
@@ -123,7 +124,7 @@ def command_line(arguments: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def _run_steps(case: str, placement: Placement, steps: Iterator[Any], shape: Row) -> list[Row]:
+def _run_steps(case: str, placement: Placement, steps: Iterator[Ints], shape: Row) -> list[Row]:
     outcomes = [simulate(np.stack([placement.owners(own) for own in ids])) for ids in steps]
     return summarise(Scenario(case=case, steps=len(outcomes), **shape), outcomes)
 
@@ -177,7 +178,7 @@ def trace_scenarios(arguments: argparse.Namespace) -> Iterator[list[Row]]:
             yield _run_steps(
                 f"trace of {trace.model}",
                 place(popularity, num_ranks, extra),
-                trace_steps(layers, num_ranks, num_tokens),
+                trace_steps(layers.values(), num_ranks, num_tokens),
                 {
                     "num_ranks": num_ranks,
                     "num_experts": trace.num_experts,
@@ -255,15 +256,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the simulator alone; returns the exit status."""
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of the simulator alone."""
     parser = argparse.ArgumentParser(prog="python -m sgl_moe_jit.bench.ep_simulate")
     add_arguments(parser)
     parser.add_argument("--tokens", type=_ints, metavar="T[,T...]", help="of each rank")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="DIR")
-    parser.add_argument("--commit")
-    return run(parser.parse_args(argv))
+    parser.add_argument("--commit", help="of the tree that runs; default: git's")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the simulator alone; returns the exit status."""
+    return run(parse(argv))
 
 
 if __name__ == "__main__":

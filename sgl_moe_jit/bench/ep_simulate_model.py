@@ -109,18 +109,15 @@ def measure(hits: Ints, chosen: Ints) -> Outcome:
 
 
 def optimum(hits: Ints, start: Ints) -> Ints:
-    """Return a choice that keeps to home and visited ranks and has the least maximum load."""
-    num_ranks, num_tokens, _ = hits.shape
-    source = np.arange(num_ranks)[:, None]
-    candidates = np.concatenate(
-        [
-            np.where(hits >= 0, hits, source[:, :, None]),
-            np.broadcast_to(source[:, :, None], (num_ranks, num_tokens, 1)),
-        ],
-        axis=2,
-    )
+    """Return a choice among the ranks each token visits that has the least maximum load.
+
+    Args:
+        hits: [W, N, K].
+        start: [W, N] such a choice, from which the search is short if it is good.
+    """
     live = start >= 0
-    best = restricted_optimum(count_pairs(hits, num_ranks), candidates[live], start[live])
+    candidates = np.where(hits >= 0, hits, start[:, :, None])[live]
+    best = restricted_optimum(count_pairs(hits, len(hits)), candidates, start[live])
     chosen = np.full_like(start, -1)
     chosen[live] = best.chosen
     return chosen
@@ -129,7 +126,7 @@ def optimum(hits: Ints, start: Ints) -> Ints:
 def simulate(hits: Ints) -> dict[str, Outcome]:
     """Return what every policy, and the best restricted choice, make of one step."""
     outcomes = {}
-    start = decide(home, hits, False)
+    start = hits.max(axis=2)
     for name, (policy, is_global) in POLICIES.items():
         chosen = decide(policy, hits, is_global)
         outcomes[name] = measure(hits, chosen)

@@ -140,51 +140,70 @@ def _candidates(view: View) -> npt.NDArray[np.bool_]:
     return mask[:, :num_ranks]
 
 
-def _stride(size: int) -> int:
-    """Return the number nearest below the golden section of ``size`` that shares no factor."""
-    step = max(1, size * 618 // 1000)
-    while np.gcd(step, size) != 1:
-        step -= 1
-    return step
+def _is_marked(index: Ints, marked: int, total: int) -> npt.NDArray[np.bool_]:
+    """Return whether each of ``total`` places is among ``marked`` of them, spread evenly."""
+    total = max(total, 1)
+    return np.asarray((index + 1) * marked // total > index * marked // total)
 
 
 def exact(view: View) -> Ints:
-    """Fill the ranks up to one level: quotas, home rows first, the rest spread by a stride."""
-    valid, source = view.valid, view.source
+    """Fill the ranks up to one level: quotas, home rows first, each kind spread over the rows.
+
+    Rows that leave home are dealt by halves: of those that come to a span of ranks, each half gets
+    what its ranks have room for, in an even mix.
+    """
+    valid, source, num_ranks = view.valid, view.source, len(view.counts)
     quotas = level_quotas(view.counts, int(view.rows.sum()), view.start)
     stay = np.minimum(quotas, view.rows)
-    moved, room = view.rows - stay, quotas - stay
-    total = int(moved.sum())
     index = np.cumsum(valid) - 1
-    place = int(moved[:source].sum()) + index - int(stay[source])
-    slot = place * _stride(total) % max(total, 1)
-    elsewhere = np.searchsorted(np.cumsum(room), slot, side="right")
-    return np.where(valid, np.where(index < stay[source], source, elsewhere), -1)
+    own, kept = int(view.rows[source]), int(stay[source])
+    stays = _is_marked(index, kept, own)
+    place = int((view.rows - stay)[:source].sum()) + index - index * kept // max(own, 1)
+    below = np.concatenate([[0], np.cumsum(quotas - stay)])
+    size = 1 << (num_ranks - 1).bit_length()
+    low = np.zeros_like(place)
+    total = np.full_like(place, below[-1])
+    while size > 1:
+        size //= 2
+        middle = np.minimum(low + size, num_ranks)
+        left = below[middle] - below[low]
+        to_left = place * left // np.maximum(total, 1)
+        goes_left = (place + 1) * left // np.maximum(total, 1) > to_left
+        place = np.where(goes_left, to_left, place - to_left)
+        total = np.where(goes_left, left, total - left)
+        low = np.where(goes_left, low, middle)
+    return np.where(valid, np.where(stays, source, np.minimum(low, num_ranks - 1)), -1)
+
+
+CHUNK_ROWS = 256
+_PARTS = 256  # of a row, in which loads are counted
+_MOST = 1 << 22
 
 
 def exact_restricted(view: View) -> Ints:
-    """Give each token, in order, to the least loaded of home and the ranks it visits.
+    """Give each token to the least loaded of the ranks it visits: greedily, 256 rows at a time.
 
-    A source sees the counts of all, but places only its own rows, so each of them counts for as
-    many as there are rows in sight for each of its own. Those steps are coarse when there are many
-    sources: therefore rank r starts a fraction of a step higher, a different one for every source,
-    so that the sources together round evenly. With its own counts alone the step is one row, and
-    the fraction only decides ties, for each source in another way.
+    A chunk of n of all M rows in sight stands for all of them: it sees n / M of the loads. Its
+    steps are then coarse, so each rank starts up to one row higher, in each chunk differently, and
+    the chunks together round evenly. Rows with one choice come first. Equal ranks: in an order
+    that starts at another one for each source and chunk.
     """
-    valid, num_ranks = view.valid, len(view.counts)
-    own, total = int(valid.sum()), int(view.rows.sum())
-    fraction = (view.source + np.arange(num_ranks) * _stride(num_ranks)) % num_ranks
-    load = (view.counts * (own * num_ranks) + fraction * total).tolist()
-    chosen = np.full(len(view.hits), -1, dtype=np.int64)
-    for row, hits in enumerate(view.hits.tolist()):
-        if not valid[row]:
-            continue
-        best = view.source
-        for rank in hits:
-            if rank >= 0 and load[rank] < load[best]:
-                best = rank
-        load[best] += total * num_ranks
-        chosen[row] = best
+    num_ranks, total = len(view.counts), max(int(view.rows.sum()), 1)
+    above = view.counts - view.counts.min()
+    rows = [sorted({*row} - {-1}) for row in view.hits.tolist()]
+    chosen = np.full(len(rows), -1, dtype=np.int64)
+    for chunk, first in enumerate(range(0, len(rows), CHUNK_ROWS)):
+        live = [i for i in range(first, min(first + CHUNK_ROWS, len(rows))) if rows[i]]
+        height = np.minimum(above * (len(live) * _PARTS) // total, _MOST)
+        if len(live) != total:
+            salt = (view.source * 4096 + chunk) * 0x85EBCA6B
+            height += (np.arange(num_ranks) * 0x9E3779B9 + salt & 0xFFFFFFFF) >> 24
+        turn = (np.arange(num_ranks) - view.source - chunk) % num_ranks
+        key = (height * num_ranks + turn).tolist()  # of equal heights the lower turn
+        for i in (*(i for i in live if len(rows[i]) == 1), *(i for i in live if len(rows[i]) > 1)):
+            best = min(rows[i], key=key.__getitem__)
+            key[best] += _PARTS * num_ranks
+            chosen[i] = best
     return chosen
 
 

@@ -5,7 +5,7 @@
 ``uniform``: K distinct experts a token, all alike. ``zipf``: the i-th most popular expert is drawn
 with probability proportional to ``1 / i**0.8``, popularity dealt to ids at random. ``bursty``: a
 source works through runs of tokens about one topic, 64 tokens long on average, and a topic is 16
-experts that are e**2 times as likely. A trace gives the choices of a real model instead.
+experts that are 8 times as likely. A trace gives the choices of a real model instead.
 
 Without replicas expert e lives on rank ``e // L``. Replicas (redundant experts) are there when the
 ranks do not divide the experts, as few as it takes, and in ``zipf-eplb``, which is ``zipf`` with at
@@ -17,7 +17,7 @@ popularity is known exactly, so this is EPLB at its best.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from sgl_moe_jit.bench.ep_simulate_policies import Ints
 
 ZIPF_EXPONENT = 0.8
-BURST_TOKENS, BURST_EXPERTS, BURST_LOGIT = 64, 16, 2.0
+BURST_TOKENS, BURST_EXPERTS, BURST_ODDS = 64, 16, 8.0
 EPLB = "-eplb"
 EPLB_REPLICAS = 32
 ROUTINGS = ("uniform", "zipf", f"zipf{EPLB}", "bursty")
@@ -88,20 +88,20 @@ def place(popularity: npt.NDArray[np.float64], num_ranks: int, extra: int) -> Pl
     return Placement(table, replicas)
 
 
-def _choose(logits: Floats, top_k: int, num_rows: int, rng: np.random.Generator) -> Ints:
-    """Return K distinct experts a row, drawn one after the other by softmax(logits)."""
-    uniform = rng.random((num_rows, logits.shape[-1]), dtype=np.float32)
-    # the largest of log p + Gumbel noise are draws without replacement
-    keys = logits - np.log(-np.log(np.maximum(uniform, 1e-12)))
-    return np.argpartition(-keys, top_k - 1, axis=1)[:, :top_k].astype(np.int64)
+def _choose(odds: Floats, top_k: int, num_rows: int, rng: np.random.Generator) -> Ints:
+    """Return K distinct experts a row, drawn one after the other with these odds."""
+    # The first K arrivals of a race with such rates. No logarithm, whose last bit CPUs disagree on.
+    arrival = rng.standard_exponential((num_rows, odds.shape[-1]), dtype=np.float32) / odds
+    chosen = np.argpartition(arrival, top_k - 1, axis=1)[:, :top_k]
+    return np.sort(chosen.astype(np.int64), axis=1)  # argpartition leaves their order open
 
 
 def _bursts(num_rows: int, num_experts: int, rng: np.random.Generator) -> Floats:
     topic = np.cumsum(rng.random(num_rows) < 1 / BURST_TOKENS)
-    logits = np.zeros((int(topic[-1]) + 1 if num_rows else 1, num_experts), dtype=np.float32)
-    for row in logits:
-        row[rng.choice(num_experts, BURST_EXPERTS, replace=False)] = BURST_LOGIT
-    return logits[topic]
+    odds = np.ones((int(topic[-1]) + 1, num_experts), dtype=np.float32)
+    for row in odds:
+        row[rng.choice(num_experts, min(BURST_EXPERTS, num_experts), replace=False)] = BURST_ODDS
+    return odds[topic]
 
 
 def synthetic(
@@ -115,13 +115,13 @@ def synthetic(
     rng = np.random.default_rng([seed, num_ranks, num_experts, num_tokens, ROUTINGS.index(kind)])
     popularity: npt.NDArray[np.float64] = np.ones(num_experts)
     if kind == "zipf":
-        # by the seed's own generator: the same experts stay popular at every size
+        # a generator of its own: the same experts stay popular in every step and at every size
         order = np.random.default_rng(num_experts).permutation(num_experts)
-        popularity = np.asarray((1.0 + order) ** -ZIPF_EXPONENT, np.float64)
-    logits = np.log(popularity).astype(np.float32)[None]
+        popularity = np.array([(1.0 + rank) ** -ZIPF_EXPONENT for rank in order.tolist()])
+    odds = popularity.astype(np.float32)[None]
     ids = [
         _choose(
-            _bursts(num_tokens, num_experts, rng) if kind == "bursty" else logits,
+            _bursts(num_tokens, num_experts, rng) if kind == "bursty" else odds,
             top_k,
             num_tokens,
             rng,
@@ -131,12 +131,10 @@ def synthetic(
     return np.stack(ids), popularity
 
 
-def trace_steps(
-    layers: dict[str, Ints], num_ranks: int, num_tokens: int
-) -> Iterator[tuple[str, Ints]]:
-    """Yield (layer, [W, N, K] choices): a layer's rows in order; what fills no step is dropped."""
+def trace_steps(layers: Iterable[Ints], num_ranks: int, num_tokens: int) -> Iterator[Ints]:
+    """Yield choices [W, N, K]: each layer's rows in order; what fills no step is dropped."""
     size = num_ranks * num_tokens
-    for layer, ids in layers.items():
+    for ids in layers:
         for first in range(0, len(ids) - size + 1, size):
             step = ids[first : first + size]
-            yield layer, step.reshape(num_ranks, num_tokens, step.shape[1]).astype(np.int64)
+            yield step.reshape(num_ranks, num_tokens, step.shape[1]).astype(np.int64)
