@@ -25,6 +25,7 @@ from sgl_moe_jit.ep.trace_file import RoutingTrace, load_trace
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
 from sgl_moe_jit.moe.block_facts import checked_topk
 from sgl_moe_jit.moe.layer_base import MoELayer
+from sgl_moe_jit.moe.router import Router
 from sgl_moe_jit.moe.runners.base import as_standard
 from sgl_moe_jit.moe.topk import TopKOutput
 
@@ -96,19 +97,19 @@ def record_routing(
     Args:
         model: Holds the layers, or is one.
         model_name: For the trace.
-        num_experts: E. None: what the layers hold, if they are no slices.
+        num_experts: E. None: what a ``Router`` of a block says, or else what the layer holds.
 
     Yields:
         The recorder; ask it for ``trace()`` inside the context or after it.
 
     Raises:
-        ValueError: there is no layer, layers differ in E, or they are slices and ``num_experts`` is
-            not given.
+        ValueError: there is no layer, layers differ in E, or one holds a slice, or shared experts
+            beside routed ones, and neither a ``Router`` nor ``num_experts`` says E.
     """
-    blocks = {
-        id(block.experts): (name, block, block.gate)
+    named = {
+        id(block.experts): (name or type(block).__name__, block)
         for name, block in model.named_modules()
-        if isinstance(block, SharedExpertMoEBlock) and isinstance(block.gate, torch.nn.Module)
+        if isinstance(block, SharedExpertMoEBlock)
     }
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
     if not layers:
@@ -116,14 +117,16 @@ def record_routing(
             "model: expected a FusedMoE or PreparedMoE in it, got none; "
             "load_block and load_experts of sgl_moe_jit.integrations.transformers make them"
         )
-    recorder = TraceRecorder(model_name, num_experts or _experts_of(layers))
+    if num_experts is None:
+        num_experts = _experts_of(layers, {key: block for key, (_, block) in named.items()})
+    recorder = TraceRecorder(model_name, num_experts)
     handles = []
     try:
         for name, layer in layers.items():
-            if id(layer) in blocks:
-                block_name, block, gate = blocks[id(layer)]
-                hook = _gate_hook(recorder, block_name or type(block).__name__, block)
-                handles.append(gate.register_forward_hook(hook))
+            block_name, block = named.get(id(layer), ("", None))
+            if block is not None and isinstance(block.gate, torch.nn.Module):
+                hook = _gate_hook(recorder, block_name, block)
+                handles.append(block.gate.register_forward_hook(hook))
             else:
                 hook = _layer_hook(recorder, name or type(layer).__name__)
                 handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
@@ -133,17 +136,22 @@ def record_routing(
             handle.remove()
 
 
-def _experts_of(layers: dict[str, MoELayer]) -> int:
-    slices = [name for name, layer in layers.items() if layer.expert_range is not None]
-    if slices:
-        raise ValueError(
-            f"num_experts: expected the number of routed experts, since {slices[0] or 'model'} "
-            "holds a slice of them, got None"
-        )
-    counts = sorted({layer.num_local_experts for layer in layers.values()})
+def _experts_of(layers: dict[str, MoELayer], blocks: dict[int, SharedExpertMoEBlock]) -> int:
+    counts = set()
+    for name, layer in layers.items():
+        block = blocks.get(id(layer))
+        if block is not None and isinstance(block.gate, Router):
+            counts.add(block.gate.config.num_experts)
+        elif layer.expert_range is not None or (block is not None and block.shared_is_fused):
+            raise ValueError(
+                f"num_experts: expected the number of routed experts, since {name or 'model'} "
+                "holds a slice of them, or shared experts among them, got None"
+            )
+        else:
+            counts.add(layer.num_local_experts)
     if len(counts) > 1:
-        raise ValueError(f"model: expected layers with one number of experts, got {counts}")
-    return counts[0]
+        raise ValueError(f"model: expected layers with one number of experts, got {sorted(counts)}")
+    return counts.pop()
 
 
 def _gate_hook(

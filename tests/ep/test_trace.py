@@ -131,6 +131,23 @@ def test_each_refusal_names_its_remedy():
             )
     with pytest.raises(ValueError, match=r"expected one top_k, got \[1, 2\]"):
         recorder.trace()
+    fused = SharedExpertMoEBlock(torch.nn.Identity(), experts(), shared_is_fused=True)
+    with (
+        pytest.raises(ValueError, match="or shared experts among them, got None"),
+        record_routing(fused, model_name="x"),
+    ):
+        pass
+    narrow = FusedMoE.from_w13_w2(torch.randn(4, 2 * WIDTH, HIDDEN), torch.randn(4, HIDDEN, WIDTH))
+    model = torch.nn.ModuleList([experts(), narrow])
+    with (
+        pytest.raises(ValueError, match=r"layers with one number of experts, got \[4, 8\]"),
+        record_routing(model, model_name="x"),
+    ):
+        pass
+    # A router knows, whatever the layer holds.
+    block = SharedExpertMoEBlock(router(), part)
+    with record_routing(block, model_name="x") as recorder:
+        assert recorder.num_experts == EXPERTS
     model = torch.nn.ModuleList([experts(), part])
     with pytest.raises(ValueError, match="holds a slice"), record_routing(model, model_name="x"):
         pass
