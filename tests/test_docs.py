@@ -10,7 +10,7 @@ import pytest
 from sgl_moe_jit import env
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ["docs/deferral.md", "docs/integration.md"]
+DOCUMENTS = ["docs/deferral.md", "docs/expert_parallel.md", "docs/integration.md"]
 EXAMPLES = [
     pytest.param(name, number, block, id=f"{name}-{number}")
     for name in DOCUMENTS
@@ -26,7 +26,8 @@ def test_an_example_runs(name, number, code, capsys):
 
 
 def test_the_engine_example_is_complete_and_short():
-    (code,) = (block.values[2] for block in EXAMPLES if "SharedExpertMoEBlock(" in block.values[2])
+    guide = (block.values[2] for block in EXAMPLES if block.values[0] == "docs/integration.md")
+    (code,) = (code for code in guide if "SharedExpertMoEBlock(" in code)
     assert len(code.splitlines()) <= 70
 
 
@@ -49,3 +50,11 @@ def test_the_table_of_refusals_names_every_check():
     table = re.findall(r"^\| ([a-z_ ]+) \|", text, re.MULTILINE)
     checks = [check.name for check in make_plan(FACTS).deferral_checks]
     assert table == ["check", *checks, "memory"]
+
+
+def test_the_simulators_tables_are_those_of_the_committed_results():
+    from sgl_moe_jit.bench.ep_simulate_docs import render
+
+    text = (ROOT / "docs/expert_parallel.md").read_text(encoding="utf-8")
+    assert text.count(":begin -->") == 3
+    assert render(text, ROOT / "benchmarks/results") == text
