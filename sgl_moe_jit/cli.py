@@ -24,6 +24,7 @@ _INSTALL = {
     "torch": "'torch>=2.10'",
     "tvm_ffi": "apache-tvm-ffi",
     "transformers": "'sgl-moe-jit[transformers]'",
+    "numpy": "'sgl-moe-jit[bench]'",
 }
 
 
