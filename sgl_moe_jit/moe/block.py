@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit import env
+from sgl_moe_jit.moe import block_deepep
 from sgl_moe_jit.moe import block_facts as find
 from sgl_moe_jit.moe.block_finish import SharedOutput, finish
 from sgl_moe_jit.moe.block_gates import (
@@ -22,6 +23,7 @@ from sgl_moe_jit.moe.block_gates import (
     make_plan,
 )
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput, requested_defer
+from sgl_moe_jit.moe.dispatch import ExpertParallelPath
 from sgl_moe_jit.moe.expert_slice import ReduceGroups
 from sgl_moe_jit.moe.layer_base import MoELayer
 from sgl_moe_jit.moe.runners.base import MoERunner
@@ -99,19 +101,7 @@ class SharedExpertMoEBlock(torch.nn.Module):
         shared_width: int | None = None,
     ) -> None:
         super().__init__()
-        if shared_expert_gate is not None and shared_experts is None:
-            raise ValueError("shared_expert_gate: expected None without shared_experts")
-        if getattr(experts, "reduce_results", False):
-            raise ValueError(
-                "experts: expected reduce_results=False, since their output is reduced after the "
-                "shared output is added; pass reduce_results to the block"
-            )
-        num_slots = getattr(experts, "num_fused_shared_experts", 0)
-        if num_slots and shared_experts is not None and not shared_is_fused:
-            raise ValueError(
-                f"shared_is_fused: expected True, since the experts hold {num_slots} shared slots, "
-                "or the shared experts would count twice; got False"
-            )
+        find.check_parts(experts, shared_experts, shared_expert_gate, shared_is_fused)
         self.groups: ReduceGroups = getattr(experts, "groups", None) or ReduceGroups(None, None)
         if reduce_results and not self.groups.given:
             raise ValueError("reduce_results: expected experts with a tp_group or an ep_group")
@@ -161,6 +151,31 @@ class SharedExpertMoEBlock(torch.nn.Module):
         :meth:`explain`) this is :meth:`forward_normal`.
         """
         return self._run(hidden_states, defer, True)
+
+    def forward_deepep(
+        self,
+        hidden_states: Tensor,
+        path: ExpertParallelPath,
+        *,
+        num_token_non_padded: Tensor | int | None = None,
+    ) -> Tensor:
+        """Run with each token's experts on any rank: a collective, also without tokens.
+
+        With ``shared_is_fused`` the module of the shared experts is never called: they are slots
+        among the experts. Else it runs here, whole, on this rank's tokens.
+
+        Args:
+            hidden_states: [..., H], this rank's tokens, as many as it has.
+            path: Dispatcher, expander, and the load balancer's table and recorder.
+            num_token_non_padded: Rows from here on are padding: an int, or one on the device.
+
+        Returns:
+            Like ``hidden_states``: these tokens' whole output, which is not to be reduced.
+
+        Raises:
+            RuntimeError: a gradient is wanted. Others: see ``block_deepep`` and the dispatcher.
+        """
+        return block_deepep.run(self, hidden_states, path, num_token_non_padded)
 
     def explain(self) -> BlockExplanation:
         """Return how the last call outside traced code ran, and the experts' runner."""

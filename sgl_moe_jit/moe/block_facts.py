@@ -22,6 +22,29 @@ from sgl_moe_jit.moe.topk import (
 _hooks = torch.nn.modules.module
 
 
+def check_parts(
+    experts: Any, shared_experts: Any, shared_expert_gate: Any, shared_is_fused: bool
+) -> None:
+    """Refuse parts of a block that contradict each other.
+
+    Raises:
+        ValueError: names the part.
+    """
+    if shared_expert_gate is not None and shared_experts is None:
+        raise ValueError("shared_expert_gate: expected None without shared_experts")
+    if getattr(experts, "reduce_results", False):
+        raise ValueError(
+            "experts: expected reduce_results=False, since their output is reduced after the "
+            "shared output is added; pass reduce_results to the block"
+        )
+    num_slots = getattr(experts, "num_fused_shared_experts", 0)
+    if num_slots and shared_experts is not None and not shared_is_fused:
+        raise ValueError(
+            f"shared_is_fused: expected True, since the experts hold {num_slots} shared slots, "
+            "or the shared experts would count twice; got False"
+        )
+
+
 def adjacent_columns(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` as kernels read it; a copy only where columns lie apart."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -131,12 +131,25 @@ def select(
         weights = weights.to(hidden_dtype)
     ids = ids.to(torch.int32)
     if num_token_non_padded is not None:
-        padded = _padded_rows(logits, num_token_non_padded)
+        padded = padded_rows(logits, num_token_non_padded)
         ids, weights = ids.masked_fill(padded, -1), weights.masked_fill(padded, 0.0)
     return weights, ids
 
 
-def _padded_rows(logits: Tensor, num_token_non_padded: Tensor | int) -> Tensor:
+def padded_rows(
+    rows: Tensor, num_token_non_padded: Tensor | int, name: str = "the logits"
+) -> Tensor:
+    """Return [T, 1] bool: which rows of [T, ...] are padding.
+
+    Args:
+        rows: Any tensor of T rows.
+        num_token_non_padded: Rows from here on are padding: one integer on the rows' device, or an
+            int.
+        name: What ``rows`` are, in messages.
+
+    Raises:
+        ValueError: not one integer, or on another device.
+    """
     count = num_token_non_padded
     if isinstance(count, Tensor):
         if count.numel() != 1 or count.is_floating_point() or count.dtype == torch.bool:
@@ -145,14 +158,14 @@ def _padded_rows(logits: Tensor, num_token_non_padded: Tensor | int) -> Tensor:
                 f"{count.dtype} of shape {tuple(count.shape)}"
             )
         # A graph would keep the value that a CPU scalar had when it was captured.
-        if count.device != logits.device:
+        if count.device != rows.device:
             raise ValueError(
-                f"num_token_non_padded: expected device {logits.device} like the logits, got "
+                f"num_token_non_padded: expected device {rows.device} like {name}, got "
                 f"{count.device}; move it with .to(), or pass an int"
             )
         count = count.reshape(())
-    rows = torch.arange(logits.shape[0], device=logits.device)
-    return (rows >= count).unsqueeze(-1)
+    numbers = torch.arange(rows.shape[0], device=rows.device)
+    return (numbers >= count).unsqueeze(-1)
 
 
 def check_arguments(

@@ -1,0 +1,137 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""A block's call under expert parallelism: gate, pad mask, expand, dispatch, experts, combine.
+
+Each rank brings its own tokens and gets their whole output back; nothing is reduced afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_moe_jit.errors import UnsupportedError
+from sgl_moe_jit.moe import block_facts as find
+from sgl_moe_jit.moe.block_finish import SharedOutput, finish
+from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
+from sgl_moe_jit.moe.dispatch import DispatchedRows, ExpertParallelPath
+from sgl_moe_jit.moe.layer_base import MoELayer
+from sgl_moe_jit.moe.runners.base import as_standard
+from sgl_moe_jit.moe.topk import StandardTopKOutput, TopKFormat
+from sgl_moe_jit.moe.topk_selection import padded_rows
+
+
+def check_path(experts: Any, shared_is_fused: bool, path: ExpertParallelPath) -> None:
+    """Refuse parts that do not belong together, before anything is sent.
+
+    Raises:
+        TypeError: ``experts`` are not a layer of this library.
+        ValueError: the expander does not go with the block, or the experts are not as many as the
+            dispatcher sends to, or they reduce by themselves.
+        UnsupportedError: the dispatcher wants un-finalized rows, and the runner has none.
+    """
+    if not isinstance(experts, MoELayer):
+        raise TypeError(
+            f"experts: expected a FusedMoE or PreparedMoE, got {type(experts).__name__}; only they "
+            "say how many experts this rank holds"
+        )
+    if shared_is_fused != (path.expand is not None):
+        have, expected = ("no ", "one") if shared_is_fused else ("an ", "None")
+        raise ValueError(
+            f"expand: expected {expected}, since the block was made with "
+            f"shared_is_fused={shared_is_fused}, got {have}expander"
+        )
+    wanted = path.dispatcher.num_local_experts
+    if experts.num_local_experts != wanted:
+        raise ValueError(
+            f"experts: expected {wanted} on this rank, as many as the dispatcher sends to, shared "
+            f"slots included, got {experts.num_local_experts}"
+        )
+    if experts.reduce_results or experts.groups.size > 1:
+        raise ValueError(
+            f"experts: expected no group to reduce over, got {experts.groups}: the combine returns "
+            "whole results; make the layer without tp_group and ep_group"
+        )
+    if path.dispatcher.takes_deferred:
+        support = experts.supports_deferred_finalize(TopKFormat.STANDARD)
+        if not support.ok:
+            raise UnsupportedError(
+                f"dispatcher: wants un-finalized rows, and {support.why}; use one that takes sums, "
+                "such as TorchDispatcher(..., sum_at='experts')"
+            )
+
+
+def _choice(
+    topk: StandardTopKOutput, path: ExpertParallelPath, num_token_non_padded: Tensor | int | None
+) -> tuple[Tensor, Tensor]:
+    """Return physical ids and float32 weights [T, K], padded rows without an expert.
+
+    The mask comes after the table: a table read at -1 gives its last entry.
+    """
+    ids, weights = topk.topk_ids, topk.topk_weights.float()
+    if path.to_physical is not None:
+        ids = torch.where(ids < 0, ids, path.to_physical(ids.clamp(min=0)).to(ids.dtype))
+    if num_token_non_padded is not None:
+        padded = padded_rows(ids, num_token_non_padded, "the ids")
+        ids, weights = ids.masked_fill(padded, -1), weights.masked_fill(padded, 0.0)
+    return ids, weights
+
+
+def _shared_weight(factor: float) -> float:
+    """Return the weight with which a shared column comes out of a later factor as 1."""
+    if factor == 0:
+        raise ValueError(
+            "routed_scaling_factor: expected other than 0 where shared experts are fused, since it "
+            "multiplies their output too, got 0"
+        )
+    return 1.0 / factor
+
+
+def _run_experts(
+    experts: MoELayer, rows: DispatchedRows, takes_deferred: bool
+) -> Tensor | DeferredFinalizeOutput:
+    topk = rows.topk_output
+    if experts.expert_range is not None and experts.expert_range.first:
+        # The layer counts from its first expert, and so undoes this.
+        ids = topk.topk_ids
+        topk = replace(topk, topk_ids=torch.where(ids < 0, ids, ids + experts.expert_range.first))
+    return experts(rows.hidden_states, topk, defer=takes_deferred)  # type: ignore[no-any-return]
+
+
+def run(
+    block: Any,
+    hidden_states: Tensor,
+    path: ExpertParallelPath,
+    num_token_non_padded: Tensor | int | None,
+) -> Tensor:
+    """Do the work of ``SharedExpertMoEBlock.forward_deepep``; see there."""
+    check_path(block.experts, block.shared_is_fused, path)
+    x = find.adjacent_columns(hidden_states.reshape(-1, hidden_states.shape[-1]))
+    if find.needs_grad(block, x):
+        raise RuntimeError(
+            "hidden_states: expected no gradient, since a dispatch does not carry it; call under "
+            "torch.no_grad()"
+        )
+    topk = as_standard(block._route(x))
+    if topk.weight_on_input:
+        raise ValueError("topk_output: expected weights on the experts' output, not on their input")
+    factor = float(topk.routed_scaling_factor)
+    ids, weights = _choice(topk, path, num_token_non_padded)
+    if path.record is not None:
+        path.record(ids)
+    if path.expand is not None:
+        ids, weights = path.expand(ids, weights, _shared_weight(factor), num_token_non_padded)
+    rows = path.dispatcher.dispatch(x, ids, weights)
+    output = _run_experts(block.experts, rows, path.dispatcher.takes_deferred)
+    returned = path.dispatcher.combine(output, rows)
+    assert returned.routed_scaling_factor == 1.0, returned.routed_scaling_factor
+    returned = replace(returned, routed_scaling_factor=factor)
+    shared: SharedOutput | None = None
+    if not block.shared_is_fused and block.shared_experts is not None and x.shape[0]:
+        shared = block._shared(x)
+    assert shared is None or path.expand is None, "the shared experts would be counted twice"
+    y = finish(returned, shared, x, reduce_over=None, add_late=False)
+    return y.reshape(hidden_states.shape)

@@ -1,0 +1,91 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""What each of three gloo processes checks of dispatch and block."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sgl_moe_jit.ep.dispatch import TorchDispatcher
+from sgl_moe_jit.ep.layout import EpLayout
+from sgl_moe_jit.moe.block import SharedExpertMoEBlock
+from sgl_moe_jit.moe.dispatch import ExpertParallelPath
+from tests.ep.ep_cases import (
+    FixedGate,
+    H,
+    SharedMlp,
+    Whole,
+    check_output,
+    choose,
+    home_expand,
+    random,
+)
+
+RANKS = 3
+MODES = (
+    {"sum_at": "source"},
+    {"sum_at": "experts"},
+    {"sum_at": "source", "stage_through_host": True},
+    {"sum_at": "experts", "max_tokens_per_rank": 6},
+)
+# Tokens of each rank: some everywhere, none on each rank in turn, on one alone, none at all.
+TOKENS = ((4, 2, 6), (0, 3, 5), (3, 0, 5), (3, 5, 0), (0, 4, 0), (0, 0, 0))
+
+
+def run_block(group, layout, whole, num_tokens, mode, dtype):
+    """One call of a fused block on this rank; its output is checked."""
+    rank = group.rank()
+    x = (random(20 + rank, num_tokens, H) * H**0.5).to(dtype)
+    ids, weights = choose(rank, num_tokens, layout.num_experts, 3, absent=0.1)
+    mlp = SharedMlp(whole)
+    block = SharedExpertMoEBlock(
+        FixedGate(ids, weights, 2.5), whole.fused(layout, rank), mlp, shared_is_fused=True
+    )
+    path = ExpertParallelPath(
+        TorchDispatcher(group, layout.num_local, **mode), home_expand(layout, rank)
+    )
+    output = block.forward_deepep(x, path)
+    check_output(output, whole, x, ids, weights, 2.5)
+    assert mlp.calls == 0
+    return output
+
+
+def check(rank):
+    """Everything that one rank checks."""
+    world = dist.group.WORLD
+    layout = EpLayout(6, ep_size=RANKS, num_shared=2)
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = Whole.make(6, 2, dtype)
+        for tokens in TOKENS:
+            outputs = [run_block(world, layout, whole, tokens[rank], mode, dtype) for mode in MODES]
+            assert torch.equal(outputs[0], outputs[2])  # the host's memory changes no bit
+            assert torch.equal(outputs[1], outputs[3])  # nor does the fixed size
+    check_refusals(world, rank)
+    # Ranks of a part of the world, in another order: 2 is its first, 0 its second.
+    pair = dist.new_group([2, 0], sort_ranks=False)
+    if rank != 1:
+        whole = Whole.make(6)
+        for mode in MODES:
+            run_block(pair, EpLayout(6, ep_size=2), whole, 3 + rank, mode, torch.float32)
+
+
+def check_refusals(group, rank):
+    """One rank's mistake is every rank's error, and the group goes on working."""
+    dispatcher = TorchDispatcher(group, 3)
+    x, weights = torch.ones(2, H), torch.ones(2, 2)
+    ids = torch.tensor([[0, 4], [8, 9 if rank == 1 else 2]])
+    with pytest.raises(ValueError, match="out of range: 1 on rank 1"):
+        dispatcher.dispatch(x, ids, weights)
+    rows = dispatcher.dispatch(x, ids.clamp(max=8), weights)
+    assert rows.hidden_states.shape[1] == H
+
+
+def run(rank, store):
+    """Entry of one process."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    try:
+        with torch.no_grad():
+            check(rank)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,105 @@
+# SPDX-FileCopyrightText: The sgl_moe_jit authors
+# SPDX-License-Identifier: Apache-2.0
+"""Parts that do not belong together are refused before anything is sent."""
+
+import pytest
+import torch
+
+from sgl_moe_jit.ep.dispatch import TorchDispatcher
+from sgl_moe_jit.ep.layout import EpLayout
+from sgl_moe_jit.errors import UnsupportedError
+from sgl_moe_jit.moe.block import SharedExpertMoEBlock
+from sgl_moe_jit.moe.dispatch import ExpertParallelPath
+from sgl_moe_jit.moe.layer import FusedMoE
+from sgl_moe_jit.moe.prepared_layer import PreparedMoE
+from sgl_moe_jit.moe.topk import StandardTopKOutput
+from tests.ep.ep_cases import FixedGate, H, Whole, choose, home_expand, random
+from tests.ep.thread_ranks import run_ranks
+from tests.moe.layer_cases import FakeRunner, fake_config
+
+LAYOUT = EpLayout(4)
+WHOLE = Whole.make(4)
+IDS, WEIGHTS = choose(1, 3, 4, 2)
+
+
+class Reducing:
+    """A group of two that nothing may reduce over."""
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 2
+
+
+def attempt(monkeypatch, *, experts=None, fused=True, expand="home", gate=None, grad=False, **mode):
+    """Run a block of one rank, with one part exchanged, and raise what it raises."""
+
+    def call(group):
+        block = SharedExpertMoEBlock(
+            gate or FixedGate(IDS, WEIGHTS),
+            experts or WHOLE.fused(LAYOUT, 0),
+            shared_is_fused=fused,
+        )
+        path = ExpertParallelPath(
+            TorchDispatcher(group, LAYOUT.num_local, **mode),
+            home_expand(LAYOUT, 0) if expand == "home" else expand,
+        )
+        with torch.set_grad_enabled(grad):
+            block.forward_deepep(random(5, 3, H).requires_grad_(grad), path)
+
+    _, errors, world = run_ranks(monkeypatch, 1, call)
+    assert not world.log
+    raise errors[0]
+
+
+def placed(**options):
+    return FusedMoE.from_w13_w2(
+        *(p.detach() for p in WHOLE.fused(LAYOUT, 0).parameters()), **options
+    )
+
+
+def test_experts_that_are_no_layer(monkeypatch):
+    with pytest.raises(TypeError, match="experts: expected a FusedMoE or PreparedMoE, got Linear"):
+        attempt(monkeypatch, experts=torch.nn.Linear(2, 2))
+
+
+def test_an_expander_goes_with_fused_shared_experts(monkeypatch):
+    with pytest.raises(ValueError, match=r"expand: expected one, .*True, got no expander"):
+        attempt(monkeypatch, expand=None)
+    with pytest.raises(ValueError, match=r"expand: expected None, .*False, got an expander"):
+        attempt(monkeypatch, fused=False)
+
+
+def test_a_layer_without_the_shared_slot(monkeypatch):
+    with pytest.raises(ValueError, match=r"experts: expected 5 on this rank, .*, got 4"):
+        attempt(monkeypatch, experts=WHOLE.fused(EpLayout(4, num_shared=0), 0))
+
+
+def test_a_layer_that_would_be_reduced(monkeypatch):
+    with pytest.raises(ValueError, match="experts: expected no group to reduce over, got ep 2"):
+        attempt(monkeypatch, experts=placed(ep_group=Reducing()))
+
+
+def test_a_runner_that_cannot_defer(monkeypatch):
+    config = fake_config(experts=5)
+    experts = PreparedMoE(FakeRunner([], defers=False), config)
+    with pytest.raises(UnsupportedError, match=r"un-finalized rows, and .*sum_at='experts'"):
+        attempt(monkeypatch, experts=experts)
+
+
+def test_a_factor_that_would_erase_the_shared_experts(monkeypatch):
+    with pytest.raises(ValueError, match="routed_scaling_factor: expected other than 0"):
+        attempt(monkeypatch, gate=FixedGate(IDS, WEIGHTS, 0.0))
+
+
+def test_weights_on_the_input(monkeypatch):
+    gate = FixedGate(IDS, WEIGHTS)
+    gate.output = StandardTopKOutput(WEIGHTS[:, :1], IDS[:, :1], 1.0, weight_on_input=True)
+    with pytest.raises(ValueError, match="expected weights on the experts' output"):
+        attempt(monkeypatch, gate=gate)
+
+
+def test_gradients(monkeypatch):
+    with pytest.raises(RuntimeError, match=r"a dispatch does not carry it; call under torch.no_gr"):
+        attempt(monkeypatch, grad=True)
