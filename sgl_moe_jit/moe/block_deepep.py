@@ -123,7 +123,7 @@ def run(
     if path.record is not None:
         path.record(ids)
     if path.expand is not None:
-        ids, weights = path.expand(ids, weights, _shared_weight(factor), num_token_non_padded)
+        ids, weights = path.expand(ids, weights, _shared_weight(factor))
     rows = path.dispatcher.dispatch(x, ids, weights)
     output = _run_experts(block.experts, rows, path.dispatcher.takes_deferred)
     returned = path.dispatcher.combine(output, rows)

@@ -92,19 +92,15 @@ class SharedExpander(Protocol):
     """Turns a router's choice into ids of the dispatch space, with the shared experts' columns."""
 
     def __call__(
-        self,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        shared_weight: float,
-        num_token_non_padded: Tensor | int | None = None,
+        self, topk_ids: Tensor, topk_weights: Tensor, shared_weight: float
     ) -> tuple[Tensor, Tensor]:
         """Return ids and weights [T, K + S].
 
         Args:
-            topk_ids: [T, K] physical routed ids, negative = none.
+            topk_ids: [T, K] physical routed ids, negative = none. A row without any, as padding has
+                none, gets no shared expert either.
             topk_weights: [T, K] float32.
             shared_weight: Of the shared columns.
-            num_token_non_padded: Rows from here on are padding, and stay without experts.
         """
         ...
 

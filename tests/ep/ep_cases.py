@@ -104,13 +104,11 @@ def check_output(got, whole, x, ids, weights, factor=1.0, roundings=8):
 
 
 def home_expand(layout, rank):
-    """Stand-in for the op: routed ids to the dispatch space, shared columns at home."""
+    """What ``HomeExpander`` does, from the layout alone."""
 
-    def expand(topk_ids, topk_weights, shared_weight, num_token_non_padded=None):
+    def expand(topk_ids, topk_weights, shared_weight):
         ids = layout.to_dispatch(topk_ids)
         live = (topk_ids >= 0).any(1, keepdim=True)
-        if num_token_non_padded is not None:
-            live &= torch.arange(ids.shape[0])[:, None] < num_token_non_padded
         slots = [layout.shared_id(rank, s) for s in range(layout.num_shared)]
         shared = torch.tensor(slots, dtype=ids.dtype).expand(ids.shape[0], -1)
         ids = torch.cat((ids.masked_fill(~live, -1), shared.masked_fill(~live, -1)), 1)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from sgl_moe_jit.ep.dispatch import TorchDispatcher
+from sgl_moe_jit.ep.home import HomeExpander
 from sgl_moe_jit.ep.layout import EpLayout
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
 from sgl_moe_jit.moe.dispatch import ExpertParallelPath
@@ -17,7 +18,6 @@ from tests.ep.ep_cases import (
     Whole,
     check_output,
     choose,
-    home_expand,
     random,
 )
 
@@ -42,7 +42,7 @@ def run_block(group, layout, whole, num_tokens, mode, dtype):
         FixedGate(ids, weights, 2.5), whole.fused(layout, rank), mlp, shared_is_fused=True
     )
     path = ExpertParallelPath(
-        TorchDispatcher(group, layout.num_local, **mode), home_expand(layout, rank)
+        TorchDispatcher(group, layout.num_local, **mode), HomeExpander(layout, rank)
     )
     output = block.forward_deepep(x, path)
     check_output(output, whole, x, ids, weights, 2.5)
