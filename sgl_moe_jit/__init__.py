@@ -13,8 +13,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from sgl_moe_jit.ep.backends import is_deepep_class_backend
+    from sgl_moe_jit.ep.deepep import DeepEPDispatcher
+    from sgl_moe_jit.ep.dispatch import TorchDispatcher
     from sgl_moe_jit.ep.eplb import get_moe_weights, to_physical
     from sgl_moe_jit.ep.expert_counts import ExpertCounts
+    from sgl_moe_jit.ep.home import HomeExpander
     from sgl_moe_jit.ep.layout import EpLayout
     from sgl_moe_jit.ep.shared_fusion import (
         SharedExpertFusionConfig,
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
         finalize_output,
         is_deferred_finalize_enabled,
     )
+    from sgl_moe_jit.moe.dispatch import ExpertParallelPath
     from sgl_moe_jit.moe.expert_weights import ExpertWeights
     from sgl_moe_jit.moe.layer import FusedMoE
     from sgl_moe_jit.moe.prepared_layer import PreparedMoE
@@ -57,6 +61,9 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
+    "DeepEPDispatcher": "ep.deepep",
+    "TorchDispatcher": "ep.dispatch",
+    "HomeExpander": "ep.home",
     "EpLayout": "ep.layout",
     "ExpertCounts": "ep.expert_counts",
     "SharedExpertFusionConfig": "ep.shared_fusion",
@@ -67,6 +74,7 @@ _HOME = {
     "to_physical": "ep.eplb",
     "cache_once": "jit",
     "load_jit": "jit",
+    "ExpertParallelPath": "moe.dispatch",
     "ExpertWeights": "moe.expert_weights",
     "FusedMoE": "moe.layer",
     "PreparedMoE": "moe.prepared_layer",
@@ -97,11 +105,14 @@ _HOME = {
 
 __all__ = [
     "BypassedTopKOutput",
+    "DeepEPDispatcher",
     "DeferredFinalizeOutput",
     "EpLayout",
     "ExpertCounts",
+    "ExpertParallelPath",
     "ExpertWeights",
     "FusedMoE",
+    "HomeExpander",
     "MoEConfig",
     "MoERunner",
     "PackedTopKOutput",
@@ -114,6 +125,7 @@ __all__ = [
     "SharedExpertMoEBlock",
     "StandardTopKOutput",
     "TopKFormat",
+    "TorchDispatcher",
     "cache_once",
     "create_runner",
     "deferred_finalize_context",

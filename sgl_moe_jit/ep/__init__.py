@@ -4,6 +4,8 @@
 
 from sgl_moe_jit.ep.backends import is_deepep_class_backend
 from sgl_moe_jit.ep.balance import WaterfillBalancer
+from sgl_moe_jit.ep.deepep import DeepEPDispatcher
+from sgl_moe_jit.ep.dispatch import TorchDispatcher
 from sgl_moe_jit.ep.eplb import (
     get_moe_weights,
     logical_to_physical_table,
@@ -11,6 +13,7 @@ from sgl_moe_jit.ep.eplb import (
     to_physical,
 )
 from sgl_moe_jit.ep.expert_counts import ExpertCounts, drop_shared_counts
+from sgl_moe_jit.ep.home import HomeExpander
 from sgl_moe_jit.ep.layout import EpLayout
 from sgl_moe_jit.ep.shared_fusion import (
     SharedExpertFusionConfig,
@@ -19,9 +22,12 @@ from sgl_moe_jit.ep.shared_fusion import (
 )
 
 __all__ = [
+    "DeepEPDispatcher",
     "EpLayout",
     "ExpertCounts",
+    "HomeExpander",
     "SharedExpertFusionConfig",
+    "TorchDispatcher",
     "WaterfillBalancer",
     "determine_num_fused_shared_experts",
     "drop_shared_counts",

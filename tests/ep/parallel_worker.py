@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sgl_moe_jit.ep.balance import WaterfillBalancer
 from sgl_moe_jit.ep.dispatch import TorchDispatcher
 from sgl_moe_jit.ep.home import HomeExpander
 from sgl_moe_jit.ep.layout import EpLayout
@@ -61,12 +62,41 @@ def check(rank):
             assert torch.equal(outputs[0], outputs[2])  # the host's memory changes no bit
             assert torch.equal(outputs[1], outputs[3])  # nor does the fixed size
     check_refusals(world, rank)
+    check_balanced(world, rank)
     # Ranks of a part of the world, in another order: 2 is its first, 0 its second.
     pair = dist.new_group([2, 0], sort_ranks=False)
     if rank != 1:
         whole = Whole.make(6)
         for mode in MODES:
             run_block(pair, EpLayout(6, ep_size=2), whole, 3 + rank, mode, torch.float32)
+
+
+def check_balanced(group, rank):
+    """All routed experts on rank 0, shared ones where there is room: same sums, level loads."""
+    layout, whole = EpLayout(9, ep_size=RANKS), Whole.make(9)
+    for tokens in ((8, 4, 6), (0, 5, 7)):
+        x = random(20 + rank, tokens[rank], H) * H**0.5
+        ids, weights = choose(rank, tokens[rank], 3, 2)  # of rank 0's three
+        for mode in MODES[:2]:
+            for dynamic in (False, True):
+                sent = []
+                balancer = WaterfillBalancer(
+                    layout, rank, group=group if dynamic else None, dynamic=dynamic
+                )
+                path = ExpertParallelPath(
+                    TorchDispatcher(group, layout.num_local, **mode),
+                    lambda *a, balancer=balancer, sent=sent: sent.append(balancer(*a)) or sent[-1],
+                )
+                block = SharedExpertMoEBlock(
+                    FixedGate(ids, weights, 2.5), whole.fused(layout, rank), shared_is_fused=True
+                )
+                check_output(block.forward_deepep(x, path), whole, x, ids, weights, 2.5)
+                shared = torch.bincount(sent[0][0][:, -1] // layout.num_local, minlength=RANKS)
+                dist.all_reduce(shared, group=group)
+                # rank 0 is fullest anyway: the others share what all tokens bring
+                assert shared[0] == 0 and sum(shared.tolist()) == sum(tokens)
+                if dynamic:
+                    assert abs(int(shared[1] - shared[2])) <= 1
 
 
 def check_refusals(group, rank):
