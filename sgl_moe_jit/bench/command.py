@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sgl_moe_jit.bench import ep_arguments
+
 if TYPE_CHECKING:
     from sgl_moe_jit.bench.contest import Contest
     from sgl_moe_jit.bench.options import Options
@@ -69,8 +71,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "subject",
         nargs="?",
         default="all",
-        choices=("all", *_BY_NAME),
-        help="default: all that this machine can run",
+        choices=("all", *_BY_NAME, "ep"),
+        help="default: all that this machine can run, but ep, which starts processes",
     )
     parser.add_argument(
         "--cases", type=_list, metavar="NAME[,NAME...]", help="default: deepseek-v3; or all"
@@ -91,6 +93,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write PNGs there")
     parser.add_argument("--commit", help="of the tree that runs; default: git's")
+    ep_arguments.add_arguments(parser)
 
 
 def command_line(arguments: argparse.Namespace) -> str:
@@ -122,6 +125,7 @@ def _refuse_unused(arguments: argparse.Namespace) -> None:
     for name in (*_GPU_ARGUMENTS, "arch"):
         if getattr(arguments, name) is not None and name not in subject.arguments:
             raise ValueError(f"--{name}: means nothing to bench {subject.name}; leave it out")
+    ep_arguments.refuse(arguments, ep_arguments.NAMES, f"bench {subject.name}")
 
 
 def _options(arguments: argparse.Namespace) -> Options:
@@ -192,6 +196,10 @@ def _run_one(subject: Subject, arguments: argparse.Namespace) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subjects, print their tables, write their records; 1 when a provider failed."""
+    if arguments.subject == "ep":
+        from sgl_moe_jit.bench import ep
+
+        return ep.run(arguments)
     import torch
 
     if arguments.subject != "all":
@@ -202,6 +210,7 @@ def run(arguments: argparse.Namespace) -> int:
             "--json, --plot, --providers: expected one subject, got all; a file holds one "
             "comparison"
         )
+    ep_arguments.refuse(arguments, ep_arguments.NAMES, "all subjects together")
     status = 0
     for subject in SUBJECTS:
         if torch.cuda.is_available() or "cpu" in subject.devices:

@@ -183,6 +183,20 @@ def memory_table(path: Path) -> str:
     return f"{where}\n\n{_table(head, lines)}"
 
 
+def ep_table(path: Path) -> str:
+    """Return a block over ranks, a row a way: its time, and how many rows each rank computed."""
+    rows = load(path)
+    head = ["model", "ranks", "over", "tokens a rank", "way", "us", "rows of each rank"]
+    lines = []
+    for row in rows:
+        cells = [row["case"], str(row["ranks"]), row["backend"], str(row["num_tokens"])]
+        loads = ", ".join(map(str, row["rows_per_rank"]))
+        lines.append([*cells, row["provider"], _time(row), loads])
+    skew = ", ".join(f"{skew:g}" for skew in dict.fromkeys(row["skew"] for row in rows))
+    where = origin(rows, path, f", skew {skew}, slowest rank, median (p20 to p80)")
+    return f"{where}\n\n{_table(head, lines)}"
+
+
 def host_table(path: Path) -> str:
     """Return the host's share of one eager call, a row a way to call."""
     rows = load(path)
@@ -215,6 +229,7 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "waterfill": Comparison(),
     "layer": layer_table,
     "memory": memory_table,
+    "ep": ep_table,
     "host": host_table,
     "cpu": Comparison(roofline="copy"),
     "jit": jit_sentence,

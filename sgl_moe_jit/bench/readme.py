@@ -25,6 +25,7 @@ _TITLES = {
     "waterfill": "Top-k ids expanded for dispatch, shared experts where there is room",
     "layer": "A whole MoE layer of one rank, in a CUDA graph",
     "memory": "What a whole MoE layer allocates at most",
+    "ep": "A block over ranks, shared experts in the dispatch or beside it",
     "host": "The host's time of one eager call",
     "cpu": "Finalize with the shared add on a CPU",
     "jit": "Build and load",

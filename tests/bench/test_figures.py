@@ -10,6 +10,7 @@ import pytest
 from sgl_moe_jit.bench import figures, plot, readme, report
 from sgl_moe_jit.bench.cases import CASES
 from sgl_moe_jit.bench.contest import Outcome
+from sgl_moe_jit.bench.ep_job import Job, Measured, record_of
 from sgl_moe_jit.bench.timing import Timing
 
 US = {"sgl_moe_jit": 2.0, "sglang": 3.0, "torch": 20.0, "stream": 1.5}
@@ -148,6 +149,10 @@ def test_every_kind_of_file_has_a_figure_and_a_title(tmp_path):
             rows = records(name, modes=("graph",) if name == "layer" else ("cold",))
         if name == "memory":
             rows = peaks()
+        if name == "ep":
+            measured = Measured("sgl_moe_jit", 5, Timing(1.0, 1.0, 1.0, 1), 0.001, [7, 6], [2, 1])
+            job = Job("tiny", (5,), 2, "cpu", "gloo", 0.3, (), "exact", False, 1)
+            rows = [record_of(job, measured)]
         assert "2026-11-29" in figures.FIGURES[name](write(tmp_path, name, rows))
     text = readme.all_figures(tmp_path)
     assert text.count("\n## ") == len(figures.FIGURES)
