@@ -148,6 +148,8 @@ def test_exact_with_global_counts_reaches_the_bound(num_ranks, num_tokens):
         # What a rank can take of its own rows it takes.
         rows = (hits >= 0).any(axis=2).sum(axis=1)
         quotas = level_quotas(routed, int(rows.sum()))
+        # All sources together meet the quotas, each with its own part of them.
+        assert (count_pairs(chosen, num_ranks) == quotas).all()
         stayed = (chosen == np.arange(num_ranks)[:, None]).sum(axis=1)
         assert (stayed == np.minimum(quotas, rows)).all()
 
