@@ -1,9 +1,15 @@
 # SPDX-FileCopyrightText: The sgl_moe_jit authors
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator's figure: fullest rank and extra copies over the number of ranks."""
+"""The simulator's figure: fullest rank and extra copies over the number of ranks.
+
+``python -m sgl_moe_jit.bench.ep_simulate_plot benchmarks/results/ep_simulate.json DIR`` draws it
+from a file; ``bench ep --simulate --plot DIR`` as it is simulated.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +21,10 @@ from sgl_moe_jit.bench.plot import require_matplotlib, save_png
 _COLOURS = {"home": "#000000", "sampled": "#D55E00", "exact": "#0072B2", "restricted": "#009E73"}
 _MARKERS = {"home": "s", "sampled": "D", "exact": "o", "restricted": "^"}
 _DPI = 90
-_ROWS = {"load_over_level": "fullest rank / level", "extra_copies": "extra copies a token"}
+_ROWS = {
+    "worst_load_over_bound": "fullest rank / bound, worst step",
+    "extra_copies": "extra copies a token",
+}
 
 
 def _line(axes: Any, rows: Sequence[dict[str, Any]], name: str, field: str) -> None:
@@ -51,21 +60,16 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> Path:
     cases = list(dict.fromkeys(row["case"] for row in rows))
     figure = Figure(figsize=(3.4 * len(cases), 6.2), dpi=_DPI, layout="constrained")
     axes = figure.subplots(2, len(cases), squeeze=False)
+    most = max(row["worst_load_over_bound"] for row in rows)
+    limits = {"worst_load_over_bound": (0.99, most + 0.01), "extra_copies": (-0.03, 1.03)}
     for column, case in enumerate(cases):
         here = [row for row in rows if row["case"] == case]
         for (field, label), cell in zip(_ROWS.items(), axes[:, column], strict=True):
             for name in POLICIES:
                 _line(cell, here, name, field)
-            if field == "load_over_level":
+            if field == "worst_load_over_bound":
                 cell.set_title(case)
-                points = sorted({(r["num_ranks"], r["routed_over_level"]) for r in here})
-                top = cell.get_ylim()[1]
-                cell.fill_between(
-                    *zip(*points, strict=True), color="#999999", alpha=0.3, label="routed alone"
-                )
-                cell.set_ylim(min(0.9, 1.9 - top), top)
-            else:
-                cell.set_ylim(-0.03, 1.0)
+            cell.set_ylim(*limits[field])
             cell.set_xscale("log", base=2)
             cell.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
             cell.grid(True, which="major", alpha=0.3)
@@ -76,8 +80,18 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> Path:
     figure.legend(handles, labels, loc="outside lower center", ncols=4)
     figure.suptitle(
         f"simulated: {first['num_experts']} experts, top {first['top_k']}, {first['num_tokens']} "
-        f"tokens a rank, mean of {first['steps']} steps, {first['commit'][:7]}",
+        f"tokens a rank, {first['steps']} steps, {first['commit'][:7]}; bound: what no policy "
+        "beats, the larger of the mean load and the fullest routed load",
         fontsize=10,
     )
     save_png(figure, path)
     return path
+
+
+if __name__ == "__main__":
+    source = Path(sys.argv[1])
+    print(
+        draw(
+            json.loads(source.read_text(encoding="utf-8")), Path(sys.argv[2], f"{source.stem}.png")
+        )
+    )
