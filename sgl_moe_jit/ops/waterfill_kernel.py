@@ -40,10 +40,11 @@ class WaterfillPath(enum.IntEnum):
     """Count over many blocks, plan, write over many blocks."""
 
 
-# What one block takes, as in waterfill_params.h. Where the other path gets quicker is not measured
-# yet.
 _CHUNK_ROWS = 256
-_ONE_BLOCK_ROWS = {"exact": 1024, "exact_restricted": _CHUNK_ROWS, "sampled": 1024}
+# What one block is given; in waterfill_params.h what it can take. In one launch and in three, top 8
+# over 32 ranks on an H200 (2026-11-30, benchmarks/results/waterfill.json): 6.6 and 9.1 us for 512
+# rows, 10.1 and 9.0 for 1024.
+_ONE_BLOCK_ROWS = {"exact": 768, "exact_restricted": _CHUNK_ROWS, "sampled": 768}
 _ONE_BLOCK_IDS = 8192
 # int64 items of a WaterfillPlan.
 _PLAN_ITEMS = 6 + 2 * ep_topk.MAX_RANKS + 1

@@ -22,12 +22,17 @@ struct PlanShared {
 
 __device__ __forceinline__ int lane_of() { return threadIdx.x % kWarp; }
 
+// Three sums of at most 26 bits a lane, by the instruction that has 32: shuffles of 64 bits take
+// four times as long, and a plan is a chain of such sums.
 __device__ __forceinline__ int64_t warp_sum(int64_t value) {
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) {
-    value += __shfl_xor_sync(kAllLanes, value, step);
-  }
-  return value;
+  constexpr int kBits = 26;
+  constexpr uint32_t kMask = (1u << kBits) - 1;
+  const uint64_t bits = static_cast<uint64_t>(value);
+  const uint64_t low = __reduce_add_sync(kAllLanes, static_cast<uint32_t>(bits) & kMask);
+  const uint64_t middle =
+      __reduce_add_sync(kAllLanes, static_cast<uint32_t>(bits >> kBits) & kMask);
+  const uint64_t high = __reduce_add_sync(kAllLanes, static_cast<uint32_t>(bits >> (2 * kBits)));
+  return static_cast<int64_t>(low + (middle << kBits) + (high << (2 * kBits)));
 }
 
 // Largest value of the warp.
@@ -58,11 +63,13 @@ __device__ __forceinline__ void for_each_rank(int num_ranks, const Body& body) {
 }
 
 // By the first warp: replaces the values in first[0, W) by the sum of those below, first[W] by all.
+// Sum: holds the sum of all.
+template <typename Sum>
 __device__ __forceinline__ void sum_below(int num_ranks, int64_t* first) {
-  int64_t before = 0;
+  Sum before = 0;
   for_each_rank(num_ranks, [&](int r) {
-    const int64_t value = r < num_ranks ? first[r] : 0;
-    const int64_t inclusive = warp_inclusive_scan(value);
+    const Sum value = r < num_ranks ? static_cast<Sum>(first[r]) : 0;
+    const Sum inclusive = warp_inclusive_scan(value);
     if (r < num_ranks) first[r] = before + inclusive - value;
     before += __shfl_sync(kAllLanes, inclusive, kWarp - 1);
   });
@@ -129,7 +136,11 @@ __device__ __forceinline__ void plan_exact(const WaterfillParams& p, PlanShared&
   away_before = warp_sum(away_before);
   if (lane_of() == 0) plan.first_away = away_before;
   __syncwarp();
-  sum_below(num_ranks, plan.first);
+  if (is_small) {  // quotas are no more than all tokens
+    sum_below<int32_t>(num_ranks, plan.first);
+  } else {
+    sum_below<int64_t>(num_ranks, plan.first);
+  }
 }
 
 // By the first warp.
@@ -168,7 +179,7 @@ __device__ __forceinline__ void plan_sampled(const WaterfillParams& p, PlanShare
   });
   if (lane_of() == 0) plan.everywhere = p.global_counts == nullptr || highest <= target;
   __syncwarp();
-  sum_below(num_ranks, plan.first);
+  sum_below<int64_t>(num_ranks, plan.first);
 }
 
 // By the whole block. Given what the source itself counted, in shared memory since a barrier; the
