@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from sgl_moe_jit import env
 from sgl_moe_jit.moe import block_deepep
 from sgl_moe_jit.moe import block_facts as find
+from sgl_moe_jit.moe.block_facts import Call
 from sgl_moe_jit.moe.block_finish import SharedOutput, finish
 from sgl_moe_jit.moe.block_gates import (
     BlockExplanation,
@@ -26,31 +26,9 @@ from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput, requested_defer
 from sgl_moe_jit.moe.dispatch import ExpertParallelPath
 from sgl_moe_jit.moe.expert_slice import ReduceGroups
 from sgl_moe_jit.moe.layer_base import MoELayer
-from sgl_moe_jit.moe.runners.base import MoERunner
 from sgl_moe_jit.moe.shared_order import Order
 from sgl_moe_jit.moe.streams import Fork
 from sgl_moe_jit.moe.topk import TopKOutput
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call: its input [T, H], and what is known before the router ran.
-
-    Attributes:
-        x: The input.
-        no_shared: Why no shared experts run; empty when they do.
-        runner: Of a layer of this library.
-        mutates_input: Whether it may overwrite ``x``.
-        defer: The caller's argument.
-        stream: None in traced code.
-    """
-
-    x: Tensor
-    no_shared: str
-    runner: MoERunner | None
-    mutates_input: bool
-    defer: bool | None
-    stream: StreamFacts | None
 
 
 class SharedExpertMoEBlock(torch.nn.Module):
@@ -85,6 +63,8 @@ class SharedExpertMoEBlock(torch.nn.Module):
     Raises:
         ValueError: arguments contradict each other.
     """
+
+    _flattens = True  # router and shared experts get [T, H]
 
     def __init__(
         self,
@@ -179,14 +159,18 @@ class SharedExpertMoEBlock(torch.nn.Module):
 
     def explain(self) -> BlockExplanation:
         """Return how the last call outside traced code ran, and the experts' runner."""
-        experts = str(self.experts.explain()) if isinstance(self.experts, MoELayer) else ""
-        return BlockExplanation(self.last_plan, experts)
+        return BlockExplanation(self.last_plan, self._explain_experts())
+
+    def _explain_experts(self) -> str:
+        return str(self.experts.explain()) if isinstance(self.experts, MoELayer) else ""
+
+    def _experts_facts(self) -> find.ExpertsFacts:
+        return find.ExpertsFacts.of(self.experts)
 
     def _run(self, hidden_states: Tensor, defer: bool | None, dual_stream: bool | None) -> Tensor:
         x = find.adjacent_columns(hidden_states.reshape(-1, hidden_states.shape[-1]))
         no_shared = self._no_shared(x)
-        runner = find.runner_of(self.experts)
-        mutates = find.mutates_input(self.experts, runner)
+        experts = self._experts_facts()
         stream = None
         if not torch.compiler.is_compiling():
             capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -195,36 +179,37 @@ class SharedExpertMoEBlock(torch.nn.Module):
                 device=x.device.type,
                 capturing=capturing,
                 needs_grad=find.needs_grad(self, x),
-                mutates_input=mutates,
+                mutates_input=experts.mutates_input,
                 no_shared=no_shared,
                 num_tokens=x.shape[0],
                 max_tokens=env.DUAL_STREAM_MAX_TOKENS.get(),
             )
-        call = _Call(x, no_shared, runner, mutates, defer, stream)
+        outer = x if self._flattens else hidden_states
+        call = Call(x, outer, no_shared, experts, defer, stream)
         y = self._on_two_streams(call) if stream is not None and stream.ok else self._on_one(call)
         return y.reshape(hidden_states.shape)
 
-    def _on_one(self, call: _Call) -> Tensor:
-        x, shared = call.x, None
-        if call.mutates_input and not call.no_shared:
-            shared = self._shared(x)
-        topk_output = self._route(x)
+    def _on_one(self, call: Call) -> Tensor:
+        shared = None
+        if call.experts.mutates_input and not call.no_shared:
+            shared = self._shared(call.outer)
+        topk_output = self._route(call.outer)
         order, deferred = self._decide(call, topk_output)
         if shared is None and not call.no_shared and order is Order.SHARED_FIRST:
-            shared = self._shared(x)
-        routed = self._routed(x, topk_output, deferred)
+            shared = self._shared(call.outer)
+        routed = self._routed(call, topk_output, deferred)
         if shared is None and not call.no_shared:
-            shared = self._shared(x)
-        return self._finish(routed, shared, x)
+            shared = self._shared(call.outer)
+        return self._finish(routed, shared, call.x)
 
-    def _on_two_streams(self, call: _Call) -> Tensor:
+    def _on_two_streams(self, call: Call) -> Tensor:
         x = call.x
-        with Fork(x.device, x) as fork:
-            topk_output = self._route(x)
+        with Fork(x.device, call.outer) as fork:
+            topk_output = self._route(call.outer)
             _, deferred = self._decide(call, topk_output)
-            routed = self._routed(x, topk_output, deferred)
+            routed = self._routed(call, topk_output, deferred)
             with fork.alternate():
-                shared = self._shared(x)
+                shared = self._shared(call.outer)
         fork.hand_over(shared.output, shared.logits)
         return self._finish(routed, shared, x)
 
@@ -256,11 +241,11 @@ class SharedExpertMoEBlock(torch.nn.Module):
         return find.checked_topk(output if self.read_gate is None else self.read_gate(output))
 
     def _routed(
-        self, x: Tensor, topk_output: TopKOutput, deferred: bool
+        self, call: Call, topk_output: TopKOutput, deferred: bool
     ) -> Tensor | DeferredFinalizeOutput:
         if deferred:
-            return self.experts(x, topk_output, defer=True)  # type: ignore[no-any-return]
-        return self.experts(x, topk_output)  # type: ignore[no-any-return]
+            return self.experts(call.x, topk_output, defer=True)  # type: ignore[no-any-return]
+        return self.experts(call.x, topk_output)  # type: ignore[no-any-return]
 
     def _finish(
         self, routed: Tensor | DeferredFinalizeOutput, shared: SharedOutput | None, x: Tensor
@@ -276,18 +261,16 @@ class SharedExpertMoEBlock(torch.nn.Module):
             self._known_width = id(shared), find.shared_width(shared, x.shape[1])
         return self._known_width[1]
 
-    def _decide(self, call: _Call, topk_output: TopKOutput) -> tuple[Order, bool]:
+    def _decide(self, call: Call, topk_output: TopKOutput) -> tuple[Order, bool]:
         """Return the order, and whether to ask for un-finalized rows."""
-        support = find.deferral_support(self.experts, call.runner, topk_output.format)
-        refusal = find.experts_refusal(self.experts)
+        experts = call.experts
+        support, refusal = experts.support(topk_output.format), experts.refusal
         if call.stream is None:  # traced: a plan's texts would turn sizes into constants
-            order = Order.SHARED_FIRST if call.mutates_input else Order.ROUTED_FIRST
+            order = Order.SHARED_FIRST if experts.mutates_input else Order.ROUTED_FIRST
             possible = support.ok and not refusal and not call.no_shared and not self._adds_late
             return order, possible and call.defer is not False
         facts = BlockFacts(
-            shape=find.shape_of(
-                self.experts, call.x, find.top_k_of(topk_output), self._width(call.x)
-            ),
+            shape=find.shape_of(experts, call.x, find.top_k_of(topk_output), self._width(call.x)),
             add_late=self._adds_late,
             topk_format=topk_output.format,
             support=support,

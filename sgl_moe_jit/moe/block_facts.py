@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
+from sgl_moe_jit.moe.block_gates import StreamFacts
 from sgl_moe_jit.moe.layer_base import MoELayer
 from sgl_moe_jit.moe.runners.base import MoERunner, Support
 from sgl_moe_jit.moe.shared_order import BlockShape, shared_width_of
@@ -73,15 +76,83 @@ def top_k_of(topk_output: TopKOutput) -> int:
     return topk_output.router_config.top_k
 
 
-def experts_refusal(experts: Any) -> str:
-    """Return why experts cannot be asked for un-finalized rows; empty when they can.
+class ExpertsFacts(NamedTuple):
+    """What a block has to know of its experts in one call.
 
-    Whoever looks at the experts' output from outside (a hook, a wrapper) expects a tensor.
+    Attributes:
+        runner: The runner that will serve the call; None: a module that is called as it is.
+        mutates_input: Whether they may overwrite their input.
+        refusal: Why they cannot be asked for un-finalized rows; empty when they can.
+        support: Says whether the runner can defer a routing format.
+        intermediate_dim: Width of an expert; 0: not known.
+        has_gate: Whether experts have a gate.
     """
-    if not isinstance(experts, MoELayer):
-        return f"a {type(experts).__name__}, called as it is"
+
+    runner: MoERunner | None
+    mutates_input: bool
+    refusal: str
+    support: Callable[[TopKFormat], Support]
+    intermediate_dim: int
+    has_gate: bool
+
+    @classmethod
+    def as_is(cls, experts: Any, refusal: str, *, mutates_input: bool) -> ExpertsFacts:
+        """Return the facts of experts that are called as they are."""
+        finished = Support(False, f"{type(experts).__name__} finishes its own output")
+        return cls(None, mutates_input, refusal, lambda _: finished, 0, False)
+
+    @classmethod
+    def of(cls, experts: Any) -> ExpertsFacts:
+        """Return the facts of a layer of this library, or of anything else."""
+        if not isinstance(experts, MoELayer):
+            # Who does not say whether it overwrites its input, may.
+            mutates = bool(getattr(experts, "mutates_input", True))
+            refusal = f"a {type(experts).__name__}, called as it is"
+            return cls.as_is(experts, refusal, mutates_input=mutates)
+        runner = experts.runner
+        return cls(
+            runner,
+            bool(getattr(runner, "mutates_input", True)),
+            watched(experts),
+            lambda topk_format: experts.deferral_support(runner, topk_format),
+            experts.intermediate_dim,
+            experts.has_gate,
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: its input, and what is known before the router ran.
+
+    Attributes:
+        x: [T, H].
+        outer: The same, as router and shared experts get it.
+        no_shared: Why no shared experts run; empty when they do.
+        experts: What is known of them.
+        defer: The caller's argument.
+        stream: None in traced code.
+    """
+
+    x: torch.Tensor
+    outer: torch.Tensor
+    no_shared: str
+    experts: ExpertsFacts
+    defer: bool | None
+    stream: StreamFacts | None
+
+
+def watched(experts: torch.nn.Module) -> str:
+    """Return who looks at the experts' output from outside; empty when nobody does.
+
+    A hook or a wrapper expects a tensor.
+    """
     if "forward" in experts.__dict__:
         return "their forward is replaced on the instance"
+    return hooked(experts)
+
+
+def hooked(experts: torch.nn.Module) -> str:
+    """Return whether one of torch's hooks looks at the experts' output; empty when none does."""
     if (
         experts._forward_hooks
         or experts._backward_hooks
@@ -94,23 +165,6 @@ def experts_refusal(experts: Any) -> str:
     return ""
 
 
-def runner_of(experts: Any) -> MoERunner | None:
-    """Return the runner that will serve a layer of this library, or None of anything else."""
-    return experts.runner if isinstance(experts, MoELayer) else None
-
-
-def mutates_input(experts: Any, runner: MoERunner | None) -> bool:
-    """Whether experts may overwrite their input; who does not say so, may."""
-    return bool(getattr(experts if runner is None else runner, "mutates_input", True))
-
-
-def deferral_support(experts: Any, runner: MoERunner | None, topk_format: TopKFormat) -> Support:
-    """Return whether the experts' runner can defer; no other module than our layers can."""
-    if runner is None:
-        return Support(False, f"{type(experts).__name__} finishes its own output")
-    return experts.deferral_support(runner, topk_format)  # type: ignore[no-any-return]
-
-
 def needs_grad(block: torch.nn.Module, x: torch.Tensor) -> bool:
     """Whether a call with this input may be differentiated."""
     if not torch.is_grad_enabled():
@@ -118,18 +172,17 @@ def needs_grad(block: torch.nn.Module, x: torch.Tensor) -> bool:
     return x.requires_grad or any(p.requires_grad for p in block.parameters())
 
 
-def shape_of(experts: Any, x: torch.Tensor, top_k: int, shared_width: int) -> BlockShape:
+def shape_of(experts: ExpertsFacts, x: torch.Tensor, top_k: int, shared_width: int) -> BlockShape:
     """Return the sizes of a call, for the memory model."""
     num_tokens, hidden_dim = x.shape
-    is_layer = isinstance(experts, MoELayer)
     return BlockShape(
         num_tokens=num_tokens,
         top_k=top_k,
         hidden_dim=hidden_dim,
-        intermediate_dim=experts.intermediate_dim if is_layer else 0,
+        intermediate_dim=experts.intermediate_dim,
         shared_width=shared_width,
         item_size=x.element_size(),
-        has_gate=experts.has_gate if is_layer else False,
+        has_gate=experts.has_gate,
     )
 
 

@@ -208,14 +208,16 @@ def _deferral_checks(facts: BlockFacts) -> tuple[Check, ...]:
 def make_plan(facts: BlockFacts) -> BlockPlan:
     """Return how a call with these facts runs.
 
-    With a second stream both are in memory at once whatever the order, so the memory model is not
-    asked there.
+    With a second stream both are in memory at once whatever the order, and with gradients both keep
+    what they made, so the memory model is not asked there. One order with gradients also adds them
+    up in one order, as traced code does.
     """
     checks, stream = _deferral_checks(facts), facts.stream
     may_defer = all(check.ok for check in checks)
     memory, deferred = None, may_defer
     order = Order.SHARED_FIRST if stream.mutates_input else Order.ROUTED_FIRST
-    if not stream.ok and not stream.no_shared and facts.shape.num_tokens > 0:
+    matters = not (stream.ok or stream.needs_grad or stream.no_shared)
+    if matters and facts.shape.num_tokens > 0:
         memory = choose_order(
             facts.shape,
             mutates_input=stream.mutates_input,

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,19 @@ class LayerExplanation:
 
     def __str__(self) -> str:
         return f"{self.layer}: {self.runner if self.plan is None else self.plan}"
+
+
+def deferral_of(
+    runner: MoERunner, config: Callable[[], RunnerConfig], topk_format: TopKFormat
+) -> Support:
+    """Say whether a runner of a layer hands over un-finalized rows, and why not."""
+    if runner.can_defer(topk_format):
+        return _CAN_DEFER
+    sizes, name = config(), runner.name
+    rule = registered(name).deferral if name in runner_names() else None
+    why = "" if rule is None else rule(sizes, topk_format).why
+    form = f"{topk_format.value} format, {sizes.describe()}"
+    return Support(False, f"runner {name!r} finishes its own output: {why or form}")
 
 
 class MoELayer(torch.nn.Module):
@@ -109,13 +123,7 @@ class MoELayer(torch.nn.Module):
 
     def deferral_support(self, runner: MoERunner, topk_format: TopKFormat) -> Support:
         """Say the same of a runner at hand, which is not looked up again."""
-        if runner.can_defer(topk_format):
-            return _CAN_DEFER
-        config, name = self.runner_config(), runner.name
-        rule = registered(name).deferral if name in runner_names() else None
-        why = "" if rule is None else rule(config, topk_format).why
-        form = f"{topk_format.value} format, {config.describe()}"
-        return Support(False, f"runner {name!r} finishes its own output: {why or form}")
+        return deferral_of(runner, self.runner_config, topk_format)
 
     def runner_config(self) -> RunnerConfig:
         """Return what the choice of a runner depends on."""

@@ -106,6 +106,16 @@ def test_each_reason_against_a_second_stream(change, reason):
     assert facts.ok is all(check.ok for check in facts.checks())
 
 
+def test_with_gradients_the_order_is_one_and_the_memory_model_is_not_asked():
+    """Both keep what they made, and gradients of the input add up in the order of traced code."""
+    wide_shared = FACTS._replace(shape=BlockShape(100, 2, 64, 32, 4096, 2))
+    assert make_plan(wide_shared).order is Order.SHARED_FIRST
+    plan = make_plan(wide_shared._replace(stream=FACTS.stream._replace(needs_grad=True)))
+    assert plan.order is Order.ROUTED_FIRST and plan.deferred and plan.memory is None
+    mutates = FACTS.stream._replace(needs_grad=True, mutates_input=True)
+    assert make_plan(FACTS._replace(stream=mutates)).order is Order.SHARED_FIRST
+
+
 def test_inside_a_capture_two_streams_are_the_default():
     assert ON_CUDA._replace(wanted=None, capturing=True).ok
     assert not ON_CUDA._replace(wanted=False, capturing=True).ok
