@@ -39,7 +39,12 @@ def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
     return grad_x, grad_weight, None
 
 
-library.define(f"{OP}(Tensor x, Tensor weight, Tensor offsets) -> Tensor")
+# On CUDA torch's own reads the offsets on the host in float32, which no graph capture allows; with
+# the tag inductor leaves the op out of its CUDA graphs.
+library.define(
+    f"{OP}(Tensor x, Tensor weight, Tensor offsets) -> Tensor",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
 for _key in ("CPU", "CUDA"):
     library.impl(OP, from_dispatcher(OP, _functional), _key)
 torch.library.register_fake(f"{NAMESPACE}::{OP}", from_dispatcher(OP, _fake), lib=library)
