@@ -6,18 +6,18 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_moe_jit.integrations.transformers import block_forwards
+from sgl_moe_jit.moe import block
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 
 
 @pytest.fixture
 def deferred(monkeypatch):
     """Collects, per finished block, whether its rows arrived un-finalized."""
-    seen, finish = [], block_forwards.finalize_output
+    seen, finish = [], block.finish
 
-    def watch(routed, shared):
+    def watch(routed, shared, x, **options):
         seen.append(isinstance(routed, DeferredFinalizeOutput))
-        return finish(routed, shared)
+        return finish(routed, shared, x, **options)
 
-    monkeypatch.setattr(block_forwards, "finalize_output", watch)
+    monkeypatch.setattr(block, "finish", watch)
     return seen

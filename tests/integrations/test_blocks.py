@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from sgl_moe_jit.integrations import transformers as integration
-from sgl_moe_jit.integrations.transformers import blocks
+from sgl_moe_jit.integrations.transformers.block_table import SUPPORTED
 
 from .tiny_models import (
     BLOCK_ROUNDINGS,
@@ -87,7 +87,7 @@ def test_what_is_left_alone_has_a_reason(monkeypatch):
         assert report.fused == ()
         reasons[case] = report.skipped[-1][1]
 
-    left("no shared", build("qwen3_moe"))
+    left("no shared", build("mixtral"))
     block = last_block("deepseek_v3")
     block.__class__ = type("DeepseekV3MoE", (type(block),), {})
     left("subclass", block)
@@ -123,7 +123,7 @@ def test_what_is_left_alone_has_a_reason(monkeypatch):
 def test_every_listed_class_of_the_installed_version_has_the_known_forward():
     folder = Path(find_spec("transformers").origin).parent / "models"
     texts = {}
-    for name, (model, style) in blocks.SUPPORTED.items():
+    for name, (model, style) in SUPPORTED.items():
         path = folder / model / f"modeling_{model}.py"
         if not path.exists():
             continue  # of another version

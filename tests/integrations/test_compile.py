@@ -6,11 +6,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from sgl_moe_jit.integrations.transformers import EXPERTS_IMPLEMENTATION
 from sgl_moe_jit.integrations.transformers import fuse_shared_experts as fuse
 
-from .tiny_models import HIDDEN, SHARED_FAMILIES, build, last_block, tokens
+from .tiny_models import (
+    BLOCK_ROUNDINGS,
+    FUSED_FAMILIES,
+    HIDDEN,
+    assert_close,
+    build,
+    last_block,
+    moe_blocks,
+    tokens,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -20,11 +30,11 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe", "qwen3_moe", "gpt_oss"])
 @torch.no_grad()
 def test_a_bfloat16_model_is_one_graph(family):
     model, ids = build(family).bfloat16(), tokens()
-    if family in SHARED_FAMILIES:
+    if family in FUSED_FAMILIES:
         assert fuse(model).fused
     else:
         model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
@@ -63,3 +73,31 @@ def test_a_layer_that_only_the_native_runner_serves_breaks_the_graph():
         torch.compile(block, fullgraph=True, backend="eager")(x)
     torch._dynamo.reset()
     assert torch.equal(torch.compile(block, backend="eager")(x), eager)
+
+
+@pytest.mark.field_report("A25")
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_generate_compiles_its_decode_step_into_one_graph(family):
+    model, ids = build(family), tokens()
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    stock = model.generate(ids, **settings)
+    assert fuse(model).fused
+    targets = []
+
+    def backend(graph, inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    how = transformers.CompileConfig(fullgraph=True, backend=backend, mode=None)
+    how._compile_all_devices = True  # else on GPUs alone
+    got = model.generate(ids, cache_implementation="static", compile_config=how, **settings)
+    assert torch.equal(got, stock)
+    assert sum("moe_finalize_fuse_shared" in target for target in targets) == len(moe_blocks(model))
+
+
+@torch.no_grad()
+def test_a_block_compiled_in_the_default_mode():
+    block, x = last_block("deepseek_v3"), torch.randn(2, 3, HIDDEN)
+    fuse(block)
+    got = torch.compile(block, fullgraph=True)(x)
+    assert_close(got, block(x), BLOCK_ROUNDINGS, "inductor")

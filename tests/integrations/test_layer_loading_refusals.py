@@ -9,11 +9,12 @@ import torch
 
 from sgl_moe_jit.errors import UnsupportedError
 from sgl_moe_jit.integrations.transformers import fuse_shared_experts
-from sgl_moe_jit.integrations.transformers.layer_loading import (
+from sgl_moe_jit.integrations.transformers.block_table import (
+    ROUTED,
     ROUTED_ONLY,
-    load_block,
-    routed_forward_is_known,
+    forward_is_known,
 )
+from sgl_moe_jit.integrations.transformers.layer_loading import load_block
 
 from .tiny_models import build, last_block, moe_blocks
 
@@ -117,6 +118,6 @@ def test_every_listed_class_of_the_installed_version_is_accepted():
             module = __import__(path, fromlist=[name])
         except ModuleNotFoundError:
             continue  # of another version
-        assert routed_forward_is_known(getattr(module, name)), name
+        assert forward_is_known(getattr(module, name), ROUTED), name
         accepted += 1
     assert accepted >= 4

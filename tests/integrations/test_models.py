@@ -11,9 +11,10 @@ import transformers
 from sgl_moe_jit.integrations import transformers as integration
 
 from .tiny_models import (
+    ALL_FUSED_FAMILIES,
     FAMILIES,
+    FUSED_FAMILIES,
     LOGIT_ROUNDINGS,
-    SHARED_FAMILIES,
     assert_close,
     build,
     moe_blocks,
@@ -50,7 +51,7 @@ def test_implementation_equals_stock_there_and_back(family):
         assert torch.equal(model(ids).logits, stock)
 
 
-@pytest.mark.parametrize("family", SHARED_FAMILIES)
+@pytest.mark.parametrize("family", ALL_FUSED_FAMILIES)
 def test_fused_equals_stock_there_and_back(family):
     model, ids = build(family), tokens()
     with torch.no_grad():
@@ -73,7 +74,7 @@ def test_generated_tokens_equal_stock(family, seed):
     model.set_experts_implementation(OURS)
     assert torch.equal(_generate(model, ids), stock)
     assert model.config._experts_implementation == OURS  # generate() swaps some names
-    if family in SHARED_FAMILIES:
+    if family in FUSED_FAMILIES:
         integration.fuse_shared_experts(model)
         assert torch.equal(_generate(model, ids), stock)
 
@@ -98,7 +99,7 @@ def test_static_cache_keeps_our_implementation_in_prefill_and_decode():
 def test_save_and_load(family, tmp_path):
     model, ids = build(family), tokens()
     keys = list(model.state_dict())
-    if family in SHARED_FAMILIES:
+    if family in FUSED_FAMILIES:
         integration.fuse_shared_experts(model)
     else:
         model.set_experts_implementation(OURS)
@@ -132,7 +133,7 @@ def test_router_logits_and_aux_loss_survive(family, first_call):
     stock, model = call(build(family)), build(family)
     if first_call == "before fusion":
         call(model)  # installs the recording hooks on the stock modules
-    if family in SHARED_FAMILIES:
+    if family in FUSED_FAMILIES:
         assert integration.fuse_shared_experts(model).fused
     else:
         model.set_experts_implementation(OURS)

@@ -59,12 +59,35 @@ FAMILIES = {
     ),
 }
 SHARED_FAMILIES = [name for name, (_, _, shared) in FAMILIES.items() if shared]
+# Those whose blocks fuse_shared_experts takes.
+FUSED_FAMILIES = [*SHARED_FAMILIES, "qwen3_moe"]
+_MORE_FAMILIES = {
+    # softmax, groups by their best expert, no bias
+    "deepseek_v2": (
+        "DeepseekV2",
+        {**FAMILIES["deepseek_v3"][1], "topk_method": "group_limited_greedy"},
+        True,
+    ),
+    # Kimi-K2 has DeepSeek-V3's class: one group, another factor
+    "kimi_k2": (
+        "DeepseekV3",
+        {**FAMILIES["deepseek_v3"][1], "n_group": 1, "routed_scaling_factor": 2.827},
+        True,
+    ),
+}
+ALL_FUSED_FAMILIES = [*FUSED_FAMILIES, *_MORE_FAMILIES]
+
+
+def settings_of(family: str):
+    """Name of config and model class, and the config's settings."""
+    name, settings, _ = {**FAMILIES, **_MORE_FAMILIES}[family]
+    return name, {**_COMMON, **settings}
 
 
 def build(family: str, seed: int = 0, implementation: str = "eager"):
     """A float32 model on the CPU, in eval mode."""
-    name, settings, _ = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**_COMMON, **settings)
+    name, settings = settings_of(family)
+    config = getattr(transformers, f"{name}Config")(**settings)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()

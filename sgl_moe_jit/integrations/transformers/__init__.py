@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: The sgl_moe_jit authors
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face transformers: an experts implementation, and the shared-expert add in the finalize.
+"""Hugging Face transformers: an experts implementation, and our block in place of theirs.
 
 Importing this package registers the implementation ``"sgl_moe_jit"``::
 
     from sgl_moe_jit.integrations.transformers import fuse_shared_experts
 
     model.set_experts_implementation("sgl_moe_jit")  # any model that lets one choose
-    report = fuse_shared_experts(model)  # where there are shared experts
+    report = fuse_shared_experts(model)  # whole blocks, where they are known
 
 ``load_block`` makes a :class:`~sgl_moe_jit.moe.block.SharedExpertMoEBlock` of one MoE module, and
 ``load_experts`` a :class:`~sgl_moe_jit.moe.layer.FusedMoE` of its experts, on the same parameters.

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -12,38 +11,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgl_moe_jit.integrations.transformers.block_forwards import forward_gated, forward_plain
-
 
 @dataclass(frozen=True)
 class Style:
-    """One structure of block: the forward that replaces it, and what the stock one must look like.
+    """One structure of block, and what its stock forward must look like.
 
     Attributes:
-        forward: Ours.
         children: Modules that the block must have.
         names: Every name that the stock forward refers to. A version that does more (a norm, a
             factor, jitter) refers to more, and its block is then left alone.
     """
 
-    forward: Callable[[Any, Tensor], Tensor]
     children: tuple[str, ...]
     names: frozenset[str]
 
 
+# ``shared_experts`` is added as it is (DeepSeek-V3).
 PLAIN = Style(
-    forward_plain,
     ("gate", "experts", "shared_experts"),
     frozenset({"shape", "view", "gate", "experts", "shared_experts"}),
 )
+# ``shared_expert`` is scaled by a sigmoid gate on the block's own input (Qwen2-MoE).
 GATED = Style(
-    forward_gated,
     ("gate", "experts", "shared_expert", "shared_expert_gate"),
     frozenset(
         {"shape", "view", "reshape", "gate", "experts", "shared_expert", "shared_expert_gate"}
         | {"F", "sigmoid"}
     ),
 )
+# Router, then experts, and nothing else (Qwen3-MoE).
+ROUTED = Style(("gate", "experts"), frozenset({"shape", "view", "reshape", "gate", "experts"}))
 
 # Class name -> (model folder in transformers, style). Only what is listed here is ever touched.
 SUPPORTED: dict[str, tuple[str, Style]] = {
@@ -77,9 +74,26 @@ SUPPORTED: dict[str, tuple[str, Style]] = {
 }
 
 
+# The same for blocks without shared experts, all of the style ROUTED.
+ROUTED_ONLY = {
+    "FlexOlmoSparseMoeBlock": "flex_olmo",
+    "OlmoeSparseMoeBlock": "olmoe",
+    "Qwen3MoeSparseMoeBlock": "qwen3_moe",
+    "Qwen3OmniMoeThinkerTextSparseMoeBlock": "qwen3_omni_moe",
+    "Qwen3VLMoeTextSparseMoeBlock": "qwen3_vl_moe",
+}
+
+
+def style_of(name: str) -> Style | None:
+    """Return the style of the class of that name; None where it is not listed."""
+    if name in ROUTED_ONLY:
+        return ROUTED
+    return SUPPORTED[name][1] if name in SUPPORTED else None
+
+
 def modeling_module(name: str) -> str:
-    """Return the transformers module that defines the class of that name."""
-    folder = SUPPORTED[name][0]
+    """Return the transformers module that defines the listed class of that name."""
+    folder = ROUTED_ONLY[name] if name in ROUTED_ONLY else SUPPORTED[name][0]
     return f"transformers.models.{folder}.modeling_{folder}"
 
 
@@ -110,7 +124,7 @@ _STAND_INS = SimpleNamespace(
 
 
 def forward_is_known(cls: Any, style: Style) -> bool:
-    """Whether a block's stock forward adds routed and shared output, and does no more.
+    """Whether a block's stock forward computes what its style says, and does no more.
 
     The names it refers to must be the known ones. Names say nothing about operators and constants,
     so it is also run once, with plain functions for its children.
@@ -120,10 +134,12 @@ def forward_is_known(cls: Any, style: Style) -> bool:
         return False
     x = torch.arange(1, 25, dtype=torch.float64, device="cpu").sin().view(2, 3, 4)
     flat, weights, ids = _gate(x)
-    shared = _shared(flat)
-    if "shared_expert_gate" in style.children:
-        shared = torch.sigmoid(_shared_gate(flat)) * shared
-    expected = (_experts(flat, ids, weights) + shared).view(x.shape)
+    expected = _experts(flat, ids, weights)
+    if style is GATED:
+        expected = expected + torch.sigmoid(_shared_gate(flat)) * _shared(flat)
+    elif style is PLAIN:
+        expected = expected + _shared(flat)
+    expected = expected.view(x.shape)
     try:
         got = cls.forward(_STAND_INS, x)
         return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-12, atol=0)

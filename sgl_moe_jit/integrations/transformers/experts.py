@@ -15,6 +15,7 @@ from sgl_moe_jit.errors import UnsupportedError
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.expert_weights import ExpertWeights
 from sgl_moe_jit.moe.runners import create_runner
+from sgl_moe_jit.moe.runners.base import MoERunner
 from sgl_moe_jit.moe.topk import StandardTopKOutput
 
 try:
@@ -160,6 +161,7 @@ def experts_forward(
     top_k_weights: Tensor,
     *,
     defer: bool | None = False,
+    runner: MoERunner | None = None,
 ) -> Tensor | DeferredFinalizeOutput:
     """Run a transformers experts module with the runner that ``auto`` selects for it.
 
@@ -172,6 +174,7 @@ def experts_forward(
         defer: True asks for un-finalized rows. The default never hands them over, also inside
             ``deferred_finalize_context``: a stock block would not know how to add them. None reads
             that context.
+        runner: Of a caller that has just made one for the module's present weights.
 
     Returns:
         [T, H], dtype of ``hidden_states``; or :class:`DeferredFinalizeOutput`, if asked for and
@@ -180,7 +183,8 @@ def experts_forward(
     Raises:
         UnsupportedError: see :func:`expert_weights`.
     """
-    runner = create_runner("auto", expert_weights(self))
+    if runner is None:
+        runner = create_runner("auto", expert_weights(self))
     # The caller feeds the same tensor to the shared experts and their gate.
     x = hidden_states.clone() if runner.mutates_input else hidden_states
     output = runner.run(x, StandardTopKOutput(top_k_weights, top_k_index), defer=defer)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -14,9 +13,12 @@ from torch import Tensor
 from sgl_moe_jit.errors import UnsupportedError
 from sgl_moe_jit.integrations.transformers.block_table import (
     PLAIN,
+    ROUTED,
+    ROUTED_ONLY,
     SUPPORTED,
     forward_is_known,
     modeling_module,
+    style_of,
 )
 from sgl_moe_jit.integrations.transformers.experts import expert_weights
 from sgl_moe_jit.moe.activation_kinds import SwiGlu
@@ -25,15 +27,6 @@ from sgl_moe_jit.moe.expert_weights import ExpertWeights
 from sgl_moe_jit.moe.layer import FusedMoE
 from sgl_moe_jit.moe.topk import StandardTopKOutput
 
-# Blocks without shared experts: class name -> model folder. Their forward is router, then experts.
-ROUTED_ONLY = {
-    "FlexOlmoSparseMoeBlock": "flex_olmo",
-    "OlmoeSparseMoeBlock": "olmoe",
-    "Qwen3MoeSparseMoeBlock": "qwen3_moe",
-    "Qwen3OmniMoeThinkerTextSparseMoeBlock": "qwen3_omni_moe",
-    "Qwen3VLMoeTextSparseMoeBlock": "qwen3_vl_moe",
-}
-_ROUTED_NAMES = frozenset({"shape", "view", "reshape", "gate", "experts"})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -95,32 +88,6 @@ def load_experts(experts: torch.nn.Module, **options: Any) -> FusedMoE:
     return FusedMoE(experts_of(experts), **options)
 
 
-def _gate(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return hidden_states, hidden_states[:, :2] * 0.75, hidden_states[:, 2:] * 1.25
-
-
-def _experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    return hidden_states * top_k_weights.sum(-1, True) + top_k_index.sum(-1, True)
-
-
-def routed_forward_is_known(cls: Any) -> bool:
-    """Whether a block's stock forward returns what its experts return, and does no more.
-
-    Like :func:`forward_is_known`: by the names it refers to, and by one run with stand-ins.
-    """
-    code = getattr(cls.forward, "__code__", None)
-    if code is None or set(code.co_names) != _ROUTED_NAMES or code.co_argcount != 2:
-        return False
-    x = torch.arange(1, 25, dtype=torch.float64, device="cpu").sin().view(2, 3, 4)
-    flat, weights, ids = _gate(x.view(-1, 4))
-    expected = _experts(flat, ids, weights).view(x.shape)
-    try:
-        got = cls.forward(SimpleNamespace(gate=_gate, experts=_experts), x)
-        return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-12, atol=0)
-    except Exception:  # of any kind: it asks its children for something else
-        return False
-
-
 def shared_of(block: Any) -> dict[str, Any]:
     """Return the block's shared experts and their gate as arguments of ours.
 
@@ -128,25 +95,20 @@ def shared_of(block: Any) -> dict[str, Any]:
         UnsupportedError: the block's class, or its forward in this version, is not known.
     """
     cls, name = type(block), describe(block)
-    known = f"{', '.join(sorted((*SUPPORTED, *ROUTED_ONLY)))} of transformers"
-    if cls.__name__ in ROUTED_ONLY:
-        folder = ROUTED_ONLY[cls.__name__]
-        home = f"transformers.models.{folder}.modeling_{folder}"
-        is_known = cls.__module__ == home and routed_forward_is_known(cls)
-    elif cls.__name__ in SUPPORTED:
-        home = modeling_module(cls.__name__)
-        is_known = cls.__module__ == home and forward_is_known(cls, SUPPORTED[cls.__name__][1])
-    else:
+    style = style_of(cls.__name__)
+    if style is None:
+        known = f"{', '.join(sorted((*SUPPORTED, *ROUTED_ONLY)))} of transformers"
         raise UnsupportedError(f"block: expected one of {known}, got {name}")
+    home = modeling_module(cls.__name__)
     if cls.__module__ != home:
         raise UnsupportedError(f"block: expected {home}.{cls.__name__}, got {name}")
-    if not is_known:
+    if not forward_is_known(cls, style):
         raise UnsupportedError(
             f"{name}.forward of this transformers version is not the one known here"
         )
-    if cls.__name__ in ROUTED_ONLY:
+    if style is ROUTED:
         return {}
-    if SUPPORTED[cls.__name__][1] is PLAIN:
+    if style is PLAIN:
         return {"shared_experts": block.shared_experts}
     return {
         "shared_experts": block.shared_expert,
