@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -143,9 +144,13 @@ def _notes(rows: Sequence[Row]) -> str:
     return "; ".join(dict.fromkeys(f"{row['case']}: {row['note']}" for row in rows))
 
 
-def layer_table(path: Path) -> str:
+def _first_case(rows: Sequence[Row], first_only: bool) -> Sequence[Row]:
+    return [row for row in rows if row["case"] == rows[0]["case"]] if first_only else rows
+
+
+def layer_table(path: Path, *, first_only: bool = False) -> str:
     """Return a whole layer's times: deferred or not, on one stream and two, and others' times."""
-    rows = load(path)
+    rows = _first_case(load(path), first_only)
     ways = ("two streams", "two streams, not deferred", "one stream", "one stream, not deferred")
     head = ["model", "tokens", f"{OURS}, us", *(f"{way}, us" for way in ways)]
     head += ["GEMMs alone, us", "ours / GEMMs", "transformers, us", "transformers / ours"]
@@ -160,9 +165,9 @@ def layer_table(path: Path) -> str:
     return f"{where}\n\n{_table(head, lines)}"
 
 
-def memory_table(path: Path) -> str:
+def memory_table(path: Path, *, first_only: bool = False) -> str:
     """Return what a layer allocates at most, in MiB, and the shares of others' that ours is."""
-    rows = load(path)
+    rows = _first_case(load(path), first_only)
     others = ("shared first", "rows kept")
     head = ["model", "tokens", f"{OURS}, MiB", *(f"{name}, MiB" for name in others)]
     head += ["saved, of the shared output", "transformers, MiB", "ours / transformers"]
@@ -233,4 +238,10 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "host": host_table,
     "cpu": Comparison(roofline="copy"),
     "jit": jit_sentence,
+}
+# Where the README has less than the results' own page: one model's layer.
+SHORT: dict[str, Callable[[Path], str]] = {
+    **FIGURES,
+    "layer": functools.partial(layer_table, first_only=True),
+    "memory": functools.partial(memory_table, first_only=True),
 }

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from sgl_moe_jit import env
-from sgl_moe_jit.bench.figures import FIGURES
+from sgl_moe_jit.bench.figures import FIGURES, SHORT
 
 COMMAND = "python -m sgl_moe_jit.bench.readme README.md benchmarks/results"
 # Of a result file's figures: what the README says above its own table, when the file is there.
@@ -64,7 +64,7 @@ def render(text: str, results: Path) -> str:
         if not path.is_file():
             return begin + end
         title = "" if name == "jit" else f"{_TITLES[name]}. "
-        return f"{begin}{title}{FIGURES[name](path)}\n{end}"
+        return f"{begin}{title}{SHORT[name](path)}\n{end}"
 
     return re.sub(r"<!-- (\w+):begin -->\n(?:.*?<!-- \1:end -->)?", part, text, flags=re.DOTALL)
 

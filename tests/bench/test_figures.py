@@ -130,6 +130,7 @@ def test_the_table_of_whole_layers(tmp_path):
         " | - | - | 20.00 (18.00 to 22.00) | 1.10x | 55.00 (49.50 to 60.50) | 2.50x |"
     )
     assert len(lines) == 8
+    assert len(figures.SHORT["layer"](tmp_path / "layer.json").splitlines()) == 6, "one model's"
 
 
 def test_the_table_of_memory(tmp_path):
