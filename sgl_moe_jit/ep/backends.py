@@ -48,7 +48,7 @@ def dispatch_backend(name: str) -> DispatchBackend:
     Raises:
         ValueError: nothing is; lists the names.
     """
-    if name not in BACKENDS:
+    if not isinstance(name, str) or name not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
     return BACKENDS[name]
 

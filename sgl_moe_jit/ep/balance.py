@@ -7,8 +7,9 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from sgl_moe_jit.ep.layout import EpLayout
+from sgl_moe_jit.ep.layout import EpLayout, check_layout
 from sgl_moe_jit.ops import count_tokens_per_rank, waterfill_topk_with_shared_expert
+from sgl_moe_jit.ops.finalize_arguments import check_int
 from sgl_moe_jit.ops.waterfill import MIN_TOKENS
 
 
@@ -58,28 +59,30 @@ class WaterfillBalancer:
                 must all have the same.
 
         Raises:
-            TypeError: ``layout`` is none.
+            TypeError: an argument is of another kind.
             ValueError: a number or mode is out of range, the layout has not one shared slot a rank,
                 a static balancer was given a group, or a dynamic one a group of another size or
                 order, or none while ``torch.distributed`` is not initialised.
         """
-        if not isinstance(layout, EpLayout):
-            raise TypeError(f"layout: expected an EpLayout, got {type(layout).__name__}")
+        check_layout(layout)
         if layout.num_shared != 1:
             raise ValueError(
                 f"layout: expected num_shared=1, got {layout.num_shared}; with more, use "
                 "expand_topk_with_shared_expert, which keeps them home"
             )
-        if not 0 <= rank < layout.ep_size:
-            raise ValueError(f"rank: expected 0 to {layout.ep_size - 1}, got {rank}")
-        if mode not in MIN_TOKENS:
+        layout.check_rank(rank)
+        if not isinstance(mode, str) or mode not in MIN_TOKENS:
             raise ValueError(f"mode: expected one of {', '.join(MIN_TOKENS)}, got {mode!r}")
+        if not isinstance(dynamic, bool):
+            raise TypeError(f"dynamic: expected a bool, got {dynamic!r}")
         if remainder_start is None:
             remainder_start = 0 if dynamic else rank
-        if not 0 <= remainder_start < layout.ep_size:
-            raise ValueError(
-                f"remainder_start: expected 0 to {layout.ep_size - 1}, got {remainder_start}"
-            )
+        layout.check_rank(remainder_start, "remainder_start")
+        if min_tokens is None:
+            min_tokens = MIN_TOKENS[mode]
+        check_int("min_tokens", min_tokens, "an int of at most 64 bits")
+        if min_tokens < 0:
+            raise ValueError(f"min_tokens: expected at least 0, got {min_tokens}")
         if dynamic:
             _check_group(group, layout, rank)
         elif group is not None:
@@ -91,7 +94,7 @@ class WaterfillBalancer:
         self.mode = mode
         self.group = group
         self.dynamic = dynamic
-        self.min_tokens = MIN_TOKENS[mode] if min_tokens is None else min_tokens
+        self.min_tokens = min_tokens
         self.remainder_start = remainder_start
 
     def __call__(

@@ -15,8 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sgl_moe_jit.ep.layout import EpLayout, may_read
+from sgl_moe_jit.ep.layout import EpLayout, check_layout, may_read
 from sgl_moe_jit.errors import UnsupportedError
+from sgl_moe_jit.moe.topk_selection import padded_rows
+from sgl_moe_jit.ops.finalize_arguments import check_int
 
 _INTEGERS = (torch.int32, torch.int64)
 _GLOBAL = "holds_global_experts"
@@ -27,7 +29,9 @@ _GLOBAL_MARKS = (_GLOBAL, "_sglang_require_global_experts")
 def mark_global_experts(tensor: Tensor) -> Tensor:
     """Mark a parameter as one that every rank holds for the experts of all ranks, and return it.
 
-    Its length may happen to be that of a rank's slots; it does not move with them.
+    Its length may happen to be that of a rank's slots; it does not move with them. The mark is an
+    attribute: ``.to`` and pickling keep it, ``copy.deepcopy`` of a parameter drops it, as torch
+    drops all attributes there. Mark the copy again.
     """
     setattr(tensor, _GLOBAL, True)
     return tensor
@@ -50,11 +54,14 @@ def get_moe_weights(experts: torch.nn.Module, layout: EpLayout | None = None) ->
         parameter, and the shared slots behind them are out of reach.
 
     Raises:
+        TypeError: ``experts`` is no such module.
         ValueError: there is no routed slot, no such parameter, or another number than the layout's.
         UnsupportedError: a parameter is parametrized (an adapter): what is written to a view of
             the computed weight would be lost.
     """
     name = type(experts).__name__
+    if not isinstance(experts, torch.nn.Module) or not hasattr(experts, "num_local_experts"):
+        raise TypeError(f"experts: expected a module with num_local_experts, got {name}")
     num_slots = int(experts.num_local_experts)  # type: ignore[arg-type]
     num_shared = int(getattr(experts, "num_fused_shared_experts", 0))
     num_routed = num_slots - num_shared
@@ -100,6 +107,7 @@ def logical_to_physical_table(
     Raises:
         ValueError: see :meth:`EpLayout.slot_sources`.
     """
+    check_layout(layout)
     places: list[list[int]] = [[] for _ in range(layout.num_experts)]
     slot = 0
     for rank in range(layout.ep_size):
@@ -139,13 +147,19 @@ def to_physical(
         [N, K + C], dtype of ``topk_ids``, a new tensor.
 
     Raises:
-        TypeError: a dtype is another.
-        ValueError: shapes do not fit; or an id is no expert of the table, or an expert has no
-            replica: always for CPU tensors, for CUDA tensors with ``SGL_MOE_JIT_CHECK_INDICES=1``,
-            and else torch's device-side assertion for the former and -1 for the latter.
+        TypeError: a dtype or a kind is another.
+        ValueError: shapes do not fit; or an id is no expert of the table, or an expert's replicas
+            do not fill its first columns: always for CPU tensors, for CUDA tensors with
+            ``SGL_MOE_JIT_CHECK_INDICES=1``, and else torch's device-side assertion for the former
+            and -1 for the latter.
 
     Source: splitting the shared columns off first, and masking last, is what sglang came to.
     """
+    for name, x in (("topk_ids", topk_ids), ("table", table)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+    check_int("num_shared_columns", num_shared_columns, "0 to K")
+    check_int("first_token", first_token, "an int of at most 64 bits")
     if topk_ids.dtype not in _INTEGERS or table.dtype not in _INTEGERS:
         raise TypeError(
             f"topk_ids, table: expected int32 or int64, got {topk_ids.dtype} and {table.dtype}"
@@ -171,8 +185,17 @@ def to_physical(
                 f"topk_ids: expected routed ids below {table.shape[0]}, the table's length, got "
                 f"{int(logical.max())}; name columns of shared experts with num_shared_columns"
             )
-        if int(lines[:, 0].min()) < 0:
-            raise ValueError("table: expected a replica of each expert, the first in column 0")
+        # -1 only behind the replicas: the rule below takes as many columns as there are replicas.
+        gap = bool(((lines[:, :-1] < 0) & (lines[:, 1:] >= 0)).any())
+        if gap or int(lines[:, 0].min()) < 0:
+            raise ValueError(
+                "table: expected the replicas of each expert, at least one, from column 0 on, and "
+                "-1 behind them"
+            )
+        if int(lines.max()) > torch.iinfo(topk_ids.dtype).max:
+            raise ValueError(
+                f"table: expected slots that {topk_ids.dtype} ids can name, got {int(lines.max())}"
+            )
     rows = torch.arange(topk_ids.shape[0], device=topk_ids.device)[:, None]
     known = logical.clamp(min=0).long()
     replica = (rows + first_token) % (lines >= 0).sum(1).clamp(min=1)[known]
@@ -180,4 +203,4 @@ def to_physical(
     ids = torch.cat([torch.where(logical < 0, logical, physical), shared], 1)
     if num_token_non_padded is None:
         return ids
-    return torch.where(rows < num_token_non_padded, ids, -1)
+    return ids.masked_fill(padded_rows(ids, num_token_non_padded, "topk_ids"), -1)

@@ -7,7 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sgl_moe_jit.ep.layout import EpLayout, check_ids
+from sgl_moe_jit.ep.layout import EpLayout, check_ids, check_layout
+from sgl_moe_jit.ops.finalize_arguments import check_int
 
 
 def drop_shared_counts(
@@ -24,9 +25,14 @@ def drop_shared_counts(
         [..., L], a view.
 
     Raises:
+        TypeError: an argument is of another kind.
         ValueError: the last dimension is not L + S. A tail is never guessed, since counts of shared
             experts in an expert's place would pass for its load.
     """
+    if not isinstance(counts, Tensor):
+        raise TypeError(f"counts: expected a Tensor, got {type(counts).__name__}")
+    check_int("num_local_routed", num_local_routed, "at least 1")
+    check_int("num_trailing_shared_slots", num_trailing_shared_slots, "at least 0")
     expected = num_local_routed + num_trailing_shared_slots
     got = counts.shape[-1] if counts.dim() else 0
     if num_local_routed < 1 or num_trailing_shared_slots < 0 or got != expected:
@@ -49,9 +55,12 @@ class ExpertCounts:
     """
 
     def __init__(self, layout: EpLayout, device: torch.device | str | None = None) -> None:
+        check_layout(layout)
         self.layout = layout
-        # One more than there are experts: where choices of no expert go.
-        self._bins = torch.zeros(layout.num_physical + 1, dtype=torch.int64, device=device)
+        # One more than there are experts: where choices of no expert go. An inference tensor could
+        # not be added to outside of inference mode.
+        with torch.inference_mode(False):
+            self._bins = torch.zeros(layout.num_physical + 1, dtype=torch.int64, device=device)
 
     @property
     def counts(self) -> Tensor:
@@ -87,12 +96,14 @@ class ExpertCounts:
             ValueError: there is no such rank, or another number of counts than declared.
         """
         local = self.layout.num_local_routed
+        if not isinstance(counts, Tensor):
+            raise TypeError(f"counts: expected a Tensor, got {type(counts).__name__}")
         if counts.dim() != 1:
             raise ValueError(f"counts: expected [slots], got {tuple(counts.shape)}")
-        if counts.dtype.is_floating_point or counts.dtype == torch.bool:
-            raise TypeError(f"counts: expected integers, got {counts.dtype}")
-        if not 0 <= rank < self.layout.ep_size:
-            raise ValueError(f"rank: expected 0 <= rank < {self.layout.ep_size}, got {rank}")
+        dtype = counts.dtype
+        if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            raise TypeError(f"counts: expected integers, got {dtype}")
+        self.layout.check_rank(rank)
         routed = drop_shared_counts(counts, local, num_trailing_shared_slots)
         self._bins[rank * local : (rank + 1) * local] += routed
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sgl_moe_jit.ep.layout import EpLayout
+from sgl_moe_jit.ep.layout import EpLayout, check_layout
 from sgl_moe_jit.ops import expand_topk_with_shared_expert
 
 
@@ -21,6 +21,7 @@ class HomeExpander:
         rank: This rank.
 
     Raises:
+        TypeError: ``layout`` or ``rank`` is none.
         ValueError: there is no such rank, or the layout has no shared slot.
     """
 
@@ -29,7 +30,13 @@ class HomeExpander:
 
     def __post_init__(self) -> None:
         """Refuse a layout or rank that has no shared slot."""
-        self.layout.shared_id(self.rank)
+        check_layout(self.layout)
+        self.layout.check_rank(self.rank)
+        if not self.layout.num_shared:
+            raise ValueError(
+                "layout: expected num_shared of at least 1, got 0; without shared slots a block "
+                "takes no expander"
+            )
 
     def __call__(
         self, topk_ids: Tensor, topk_weights: Tensor, shared_weight: float

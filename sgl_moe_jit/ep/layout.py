@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit import env
+from sgl_moe_jit.ops.finalize_arguments import check_int
 
 Ids = TypeVar("Ids", int, Tensor)
 MAX_EP_SIZE = 512
+_MOST_SLOTS = 2**31 - 1
 _LEAST = {"num_experts": 1, "num_redundant": 0, "ep_size": 1, "num_shared": 0}
 
 
@@ -70,6 +72,11 @@ class EpLayout:
                 raise ValueError(f"{name}: expected at least {least}, got {value}")
         if self.ep_size > MAX_EP_SIZE:
             raise ValueError(f"ep_size: expected at most {MAX_EP_SIZE}, got {self.ep_size}")
+        if self.num_physical + self.ep_size * self.num_shared > _MOST_SLOTS:
+            raise ValueError(
+                "num_experts: expected fewer than 2^31 slots, since ids are int32, got "
+                f"{self.num_experts} + {self.num_redundant} + {self.ep_size} * {self.num_shared}"
+            )
         over = self.num_physical % self.ep_size
         if over:
             raise ValueError(
@@ -120,7 +127,8 @@ class EpLayout:
         Raises:
             ValueError: there is no such rank or slot.
         """
-        self._check_rank(rank)
+        self.check_rank(rank)
+        check_int("s", s, f"0 <= s < num_shared, {self.num_shared}")
         if not 0 <= s < self.num_shared:
             raise ValueError(f"s: expected 0 <= s < num_shared, {self.num_shared}, got {s}")
         return rank * self.num_local + self.num_local_routed + s
@@ -143,7 +151,7 @@ class EpLayout:
         local = self._each(ids, self.num_total, lambda d: d % self.num_local)
         if rank is None:
             return local
-        self._check_rank(rank)
+        self.check_rank(rank)
         return _where(self.owner_rank(ids) == rank, local, -1)
 
     def is_shared(self, ids: Ids) -> bool | Tensor:
@@ -165,7 +173,7 @@ class EpLayout:
             ValueError: there is no such rank; or the table is not E long, names an expert that is
                 none, or leaves one out.
         """
-        self._check_rank(rank)
+        self.check_rank(rank)
         if physical_to_logical is None:
             table = [slot % self.num_experts for slot in range(self.num_physical)]
         else:
@@ -210,9 +218,16 @@ class EpLayout:
             slots[source] = slot
         return tuple(slots)
 
-    def _check_rank(self, rank: int) -> None:
+    def check_rank(self, rank: int, name: str = "rank") -> None:
+        """Refuse what is no rank.
+
+        Raises:
+            TypeError: it is no int.
+            ValueError: it is out of range.
+        """
+        check_int(name, rank, f"0 <= {name} < ep_size, {self.ep_size}")
         if not 0 <= rank < self.ep_size:
-            raise ValueError(f"rank: expected 0 <= rank < ep_size, {self.ep_size}, got {rank}")
+            raise ValueError(f"{name}: expected 0 <= {name} < ep_size, {self.ep_size}, got {rank}")
 
     def _each(self, ids: Ids, bound: int, formula: Callable[[Ids], Ids]) -> Ids:
         """Apply a formula to ids from 0 to ``bound - 1``, and keep those below 0."""
@@ -220,20 +235,32 @@ class EpLayout:
             check_ids(ids, bound)
             # Ids below 0 would be divided too; what comes of that is not kept.
             return _where(ids < 0, ids, formula(ids))
-        if isinstance(ids, bool):
-            raise TypeError("ids: expected an integer or a tensor, got bool")
+        if isinstance(ids, bool) or not hasattr(ids, "__index__"):
+            raise TypeError(f"ids: expected an integer or a tensor, got {type(ids).__name__}")
         value = operator.index(ids)
         _check_bound(value, bound)
         return value if value < 0 else formula(value)
+
+
+def check_layout(layout: object) -> None:
+    """Refuse what is no layout.
+
+    Raises:
+        TypeError: says what it is.
+    """
+    if not isinstance(layout, EpLayout):
+        raise TypeError(f"layout: expected an EpLayout, got {type(layout).__name__}")
 
 
 def check_ids(ids: Tensor, bound: int) -> None:
     """Refuse ids of another dtype, and too large ones where they may be looked at.
 
     Raises:
-        TypeError: they are neither int32 nor int64.
+        TypeError: they are no tensor, or neither int32 nor int64.
         ValueError: one is ``bound`` or above.
     """
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"ids: expected a Tensor, got {type(ids).__name__}")
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"ids: expected int32 or int64, got {ids.dtype}; convert with .to")
     if ids.numel() and may_read(ids):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_moe_jit import env
 from sgl_moe_jit.ep.backends import dispatch_backend
 from sgl_moe_jit.errors import UnsupportedError
+from sgl_moe_jit.ops.finalize_arguments import check_int
 
 if TYPE_CHECKING:
     from sgl_moe_jit.moe.config import MoEConfig
@@ -43,7 +44,7 @@ class SharedExpertFusionConfig:
 
     Raises:
         ValueError: switches contradict each other; one message names all of them.
-        TypeError: a switch is no bool.
+        TypeError: a switch is no bool, a number no int, ``obstacle`` no text.
     """
 
     enable_waterfill: bool = False
@@ -64,7 +65,10 @@ class SharedExpertFusionConfig:
         for name in (*_SWITCHES, *_OVERLAPS):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: expected a bool, got {getattr(self, name)!r}")
+        if not isinstance(self.obstacle, str):
+            raise TypeError(f"obstacle: expected a str, got {self.obstacle!r}")
         for name, least in (("ep_size", 1), ("num_shared_experts", 0)):
+            check_int(name, getattr(self, name), "an int of at most 64 bits")
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
         backend = dispatch_backend(self.backend)
@@ -247,13 +251,22 @@ def fused_shared_expert_weight(
         1, or ``1 / routed_scaling_factor`` when it comes later; divided by ``all_reduce_ep_size``.
 
     Raises:
-        ValueError: the factor is negative or not finite, or there are no ranks.
+        TypeError: the factor or the ranks are no numbers.
+        ValueError: the factor is negative, not finite or has no finite inverse, or there are no
+            ranks.
     """
+    check_int("all_reduce_ep_size", all_reduce_ep_size, "an int of at most 64 bits")
     if all_reduce_ep_size < 1:
         raise ValueError(f"all_reduce_ep_size: expected at least 1, got {all_reduce_ep_size}")
-    factor = routed_scaling_factor or 1.0
-    if not (math.isfinite(factor) and factor > 0):
+    given: object = routed_scaling_factor
+    if not isinstance(given, (float, int, type(None))):
+        raise TypeError(
+            f"routed_scaling_factor: expected a number or None, got {type(given).__name__}"
+        )
+    factor = float(routed_scaling_factor or 1.0)
+    if not (factor > 0 and math.isfinite(factor) and math.isfinite(1.0 / factor)):
         raise ValueError(
-            f"routed_scaling_factor: expected a positive number, None or 0, got {factor}"
+            "routed_scaling_factor: expected a positive number with a finite inverse, None or 0, "
+            f"got {factor}"
         )
     return (1.0 if already_in_topk_weights else 1.0 / factor) / all_reduce_ep_size

@@ -80,8 +80,27 @@ class RoutingTrace:
         return {layer: _numpy().concatenate(parts) for layer, parts in layers.items()}
 
     def save(self, path: Path) -> None:
-        """Write the file, making its folder."""
+        """Write the file, making its folder.
+
+        Raises:
+            ValueError: there is no call, or one whose ids :func:`load_trace` would refuse or, cut
+                to the file's dtype, would take for others.
+        """
         numpy = _numpy()
+        if not self.calls:
+            raise ValueError("calls: expected at least one, got none")
+        for layer, ids in self.calls:
+            expected = f"[T, {self.top_k}] integers from -1 to {self.num_experts - 1}"
+            span = (int(ids.min()), int(ids.max())) if ids.size else (-1, -1)
+            if (
+                ids.ndim != 2
+                or ids.shape[1] != self.top_k
+                or ids.dtype.kind != "i"
+                or span[0] < -1
+                or span[1] >= self.num_experts
+            ):
+                got = f"{ids.shape} of {ids.dtype} from {span[0]} to {span[1]}"
+                raise ValueError(f"calls: expected {expected} of {layer}, got {got}")
         layers = list(dict.fromkeys(layer for layer, _ in self.calls))
         ids_type = numpy.int16 if self.num_experts <= _INT16_MAX else numpy.int32
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit.moe.router_config import RouterConfig
+from sgl_moe_jit.ops.finalize_arguments import check_int
 
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -148,6 +149,7 @@ def padded_rows(
         name: What ``rows`` are, in messages.
 
     Raises:
+        TypeError: neither a tensor nor an int.
         ValueError: not one integer, or on another device.
     """
     count = num_token_non_padded
@@ -164,6 +166,8 @@ def padded_rows(
                 f"{count.device}; move it with .to(), or pass an int"
             )
         count = count.reshape(())
+    else:
+        check_int("num_token_non_padded", count, "an int of at most 64 bits")
     numbers = torch.arange(rows.shape[0], device=rows.device)
     return (numbers >= count).unsqueeze(-1)
 

@@ -48,6 +48,26 @@ def check_kinds(
         )
 
 
+def check_counts(
+    global_counts: Tensor | None, tokens_per_rank: Tensor | None, world_size: int
+) -> None:
+    """Check what C++ checks of the counts, where a call has no use for them.
+
+    Else a wrong argument would be an error from some number of rows on only.
+
+    Raises:
+        TypeError: a dtype is another.
+        ValueError: a shape is another.
+    """
+    for name, x in (("global_counts", global_counts), ("tokens_per_rank", tokens_per_rank)):
+        if x is None:
+            continue
+        if x.dtype != torch.int64:
+            raise TypeError(f"{name}: expected int64, got {x.dtype}")
+        if x.shape != (world_size,):
+            raise ValueError(f"{name}: expected [world_size={world_size}], got {tuple(x.shape)}")
+
+
 def check_shape(
     topk_ids: Tensor, num_routed_experts: int, world_size: int, source_rank: int, num_shared: int
 ) -> None:

@@ -34,7 +34,7 @@ def _check(
 ) -> None:
     """Check what C++ cannot see or what decides the outputs' shapes."""
     ep_topk.check_shape(topk_ids, num_routed_experts, world_size, source_rank, 1)
-    if mode not in MODES:
+    if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
     if (global_counts is None) != (tokens_per_rank is None):
         missing = "global_counts" if global_counts is None else "tokens_per_rank"
@@ -243,7 +243,10 @@ def waterfill_topk_with_shared_expert(
     counts = (global_counts, tokens_per_rank)
     numbers = (num_routed_experts, world_size, source_rank)
     _check(topk_ids, *numbers, mode, *counts, remainder_start)
+    if min_tokens is not None and min_tokens < 0:
+        raise ValueError(f"min_tokens: expected at least 0, got {min_tokens}")
     if topk_ids.shape[0] < (MIN_TOKENS[mode] if min_tokens is None else min_tokens):
+        ep_topk.check_counts(*counts, world_size)
         return expand_topk_with_shared_expert(
             topk_ids,
             topk_weights,

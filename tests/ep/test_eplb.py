@@ -164,7 +164,7 @@ def test_replicas_take_turns_and_ranks_agree():
             torch.tensor([[0], [-1]]),
             {},
             ValueError,
-            "table: expected a replica of each expert",
+            "table: expected the replicas of each expert",
         ),
     ],
 )
@@ -234,7 +234,7 @@ def test_counts_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"counts: expected \[slots\], got \(1, 2\)"):
         recorder.add_local(0, torch.ones(1, 2).long())
     for rank in (-1, 4):
-        with pytest.raises(ValueError, match="rank: expected 0 <= rank < 4"):
+        with pytest.raises(ValueError, match="rank: expected 0 <= rank < ep_size, 4"):
             recorder.add_local(rank, torch.ones(2).long())
     with pytest.raises(ValueError, match="ids: expected at most 7 here, got 8"):
         recorder.add_routed(torch.tensor([8]))

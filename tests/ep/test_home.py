@@ -26,5 +26,5 @@ def test_ids_are_the_layouts(layout):
 def test_a_rank_or_a_slot_that_is_not_there():
     with pytest.raises(ValueError, match="rank: expected 0 <= rank < ep_size, 2, got 2"):
         HomeExpander(EpLayout(4, ep_size=2), 2)
-    with pytest.raises(ValueError, match="s: expected 0 <= s < num_shared, 0, got 0"):
+    with pytest.raises(ValueError, match="layout: expected num_shared of at least 1, got 0"):
         HomeExpander(EpLayout(4, num_shared=0), 0)
