@@ -49,15 +49,13 @@ def _print_json(value: object) -> None:
     print(json.dumps(value, indent=1))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
 def _configure_demo(parser: argparse.ArgumentParser) -> None:
+    from sgl_moe_jit.bench.argument_types import numbers
+
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument(
-        "--seeds", type=_numbers, default=(1, 2, 3), metavar="N[,N...]", help="default: 1,2,3"
+        "--seeds", type=numbers, default=(1, 2, 3), metavar="N[,N...]", help="default: 1,2,3"
     )
 
 

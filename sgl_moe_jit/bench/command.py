@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgl_moe_jit.bench import ep_arguments
+from sgl_moe_jit.bench.argument_types import names, numbers
 
 if TYPE_CHECKING:
     from sgl_moe_jit.bench.contest import Contest
@@ -57,14 +58,6 @@ _BY_NAME = {subject.name: subject for subject in SUBJECTS}
 _PLACEHOLDERS = {"json": "FILE", "plot": "DIR"}
 
 
-def _list(text: str) -> tuple[str, ...]:
-    return tuple(part for part in text.split(",") if part)
-
-
-def _int_list(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in _list(text))
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``bench``."""
     parser.add_argument(
@@ -75,13 +68,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="default: all that this machine can run, but ep, which starts processes",
     )
     parser.add_argument(
-        "--cases", type=_list, metavar="NAME[,NAME...]", help="default: deepseek-v3; or all"
+        "--cases", type=names, metavar="NAME[,NAME...]", help="default: deepseek-v3; or all"
     )
-    parser.add_argument("--tokens", type=_int_list, metavar="T[,T...]")
-    parser.add_argument("--modes", type=_list, metavar="hot,cold")
+    parser.add_argument("--tokens", type=numbers, metavar="T[,T...]")
+    parser.add_argument("--modes", type=names, metavar="hot,cold")
     parser.add_argument("--rounds", type=int, metavar="N", help="samples a provider")
     parser.add_argument(
-        "--providers", type=_list, metavar="NAME[,NAME...]", help="default: all there are"
+        "--providers", type=names, metavar="NAME[,NAME...]", help="default: all there are"
     )
     parser.add_argument(
         "--peer",

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from sgl_moe_jit.bench.argument_types import names, numbers
+
 # Beside those that every bench has; each is None, or False, unless given.
 PROCESSES = (
     "device",
@@ -24,18 +26,18 @@ WATERFILL_MODES = ("exact", "exact_restricted", "sampled")
 SIMULATOR = ("experts", "top_k", "routing", "steps", "seed", "trace")
 BOTH = ("simulate", "ranks")
 NAMES = (*BOTH, *PROCESSES, *SIMULATOR)
-ROUTINGS = ("uniform", "zipf", "bursty")
-
-
-def _ints(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+ROUTINGS = ("uniform", "zipf", "zipf-eplb", "bursty")
+"""What ``ep_simulate_routing`` describes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what only ``bench ep`` takes."""
     group = parser.add_argument_group("bench ep")
     group.add_argument(
-        "--ranks", type=_ints, metavar="W[,W...]", help="default: 2,4; under torchrun as many"
+        "--ranks",
+        type=numbers,
+        metavar="W[,W...]",
+        help="default: 2,4; under torchrun as many; with --simulate 8 to 320",
     )
     group.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     group.add_argument(
@@ -62,11 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--simulate", action="store_true", help="loads by calculation, for any number of ranks"
     )
-    group.add_argument("--experts", type=_ints, metavar="E[,E...]", help="with --simulate")
+    group.add_argument("--experts", type=numbers, metavar="E[,E...]", help="with --simulate")
     group.add_argument("--top-k", type=int, metavar="K", help="with --simulate")
     group.add_argument(
         "--routing",
-        type=lambda text: tuple(text.split(",")),
+        type=names,
         metavar=",".join(ROUTINGS),
         help="with --simulate",
     )
@@ -77,20 +79,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def given(arguments: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
+def given(arguments: argparse.Namespace, among: tuple[str, ...]) -> list[str]:
     """Return those of the arguments that were given, as typed."""
+    values = {name: getattr(arguments, name, None) for name in among}
     return [
         f"--{name.replace('_', '-')}"
-        for name in names
-        if getattr(arguments, name, None) not in (None, False)
+        for name, value in values.items()
+        if value is not None and value is not False  # 0 is a number given, though equal to False
     ]
 
 
-def refuse(arguments: argparse.Namespace, names: tuple[str, ...], where: str) -> None:
+def refuse(arguments: argparse.Namespace, among: tuple[str, ...], where: str) -> None:
     """Refuse arguments that would be ignored.
 
     Raises:
         ValueError: names the first one.
     """
-    for name in given(arguments, names):
+    for name in given(arguments, among):
         raise ValueError(f"{name}: means nothing to {where}; leave it out")

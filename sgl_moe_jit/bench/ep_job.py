@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 from dataclasses import dataclass
@@ -138,6 +139,9 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
     for name, values in (("ranks", all_ranks), ("tokens", tokens), ("rounds", (rounds,))):
         if min(values) < 1:
             raise ValueError(f"--{name}: expected 1 or more, got {min(values)}")
+    skew = SKEW if arguments.skew is None else arguments.skew
+    if not math.isfinite(skew):
+        raise ValueError(f"--skew: expected a finite number, got {skew}")
     if not arguments.enable_waterfill:
         for option in ep_arguments.given(arguments, ("dynamic", "waterfill_mode")):
             raise ValueError(f"{option}: expected --enable-waterfill with it")
@@ -161,7 +165,7 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
                     ranks=ranks,
                     device=device,
                     backend=backend,
-                    skew=SKEW if arguments.skew is None else arguments.skew,
+                    skew=skew,
                     providers=_providers(arguments, device, backend),
                     waterfill_mode=arguments.waterfill_mode or "exact",
                     dynamic=arguments.dynamic,
@@ -210,7 +214,7 @@ def command_line(arguments: argparse.Namespace) -> str:
         value = getattr(arguments, name)
         if value is True:
             words.append(f"--{name.replace('_', '-')}")
-        elif value not in (None, False):
+        elif value is not None and value is not False:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             words += [f"--{name.replace('_', '-')}", text]
     return shlex.join([*words, *(("--json", "FILE") if arguments.json else ())])

@@ -16,23 +16,22 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sgl_moe_jit.bench import ep_simulate_plot, plot, report
+from sgl_moe_jit.bench import command, ep, ep_simulate_plot, plot, report
+from sgl_moe_jit.bench.ep_arguments import ROUTINGS
 from sgl_moe_jit.bench.ep_simulate_model import OPTIMUM, POLICIES, Scenario, simulate, summarise
 from sgl_moe_jit.bench.ep_simulate_policies import Ints
 from sgl_moe_jit.bench.ep_simulate_routing import (
-    ROUTINGS,
     Placement,
     place,
     redundant_experts,
     synthetic,
     trace_steps,
 )
-from sgl_moe_jit.ep.layout import EpLayout
+from sgl_moe_jit.ep.layout import MAX_EP_SIZE, EpLayout
 from sgl_moe_jit.ep.trace import load_trace
 
 Row = dict[str, Any]
@@ -60,25 +59,6 @@ _COLUMNS = {  # heading -> provider, in the table
 }
 
 
-def _ints(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that only the simulator has."""
-    parser.add_argument("--ranks", type=_ints, metavar="W[,W...]")
-    parser.add_argument("--experts", type=_ints, metavar="E[,E...]")
-    parser.add_argument("--top-k", type=int, metavar="K")
-    parser.add_argument(
-        "--routing", type=lambda text: tuple(text.split(",")), metavar=",".join(ROUTINGS)
-    )
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of each scenario")
-    parser.add_argument("--seed", type=int, metavar="N")
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="recorded routing; see sgl_moe_jit/ep/trace.py"
-    )
-
-
 def settle(arguments: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments with defaults filled in.
 
@@ -96,6 +76,8 @@ def settle(arguments: argparse.Namespace) -> argparse.Namespace:
         values = full[name] if isinstance(full[name], tuple) else (full[name],)
         if not values or min(values) < 1:
             raise ValueError(f"--{name.replace('_', '-')}: expected 1 or more, got {full[name]}")
+    if max(full["ranks"]) > MAX_EP_SIZE:
+        raise ValueError(f"--ranks: expected at most {MAX_EP_SIZE}, got {full['ranks']}")
     if full["seed"] < 0:
         raise ValueError(f"--seed: expected 0 or more, got {full['seed']}")
     if full["top_k"] > min(full["experts"]):
@@ -230,8 +212,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table, write the records and the plot; returns the exit status.
 
     Args:
-        arguments: Of :func:`add_arguments`, and ``tokens``, ``json``, ``plot`` and ``commit`` as
-            every ``bench`` has them.
+        arguments: Of :func:`parse`.
 
     Raises:
         ValueError: an argument is wrong, or the trace is none.
@@ -257,19 +238,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of the simulator alone."""
+    """Return the arguments of ``bench ep --simulate``, from what follows these words."""
     parser = argparse.ArgumentParser(prog="python -m sgl_moe_jit.bench.ep_simulate")
-    add_arguments(parser)
-    parser.add_argument("--tokens", type=_ints, metavar="T[,T...]", help="of each rank")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--plot", type=Path, metavar="DIR")
-    parser.add_argument("--commit", help="of the tree that runs; default: git's")
-    return parser.parse_args(argv)
+    command.configure(parser)
+    return parser.parse_args(["ep", "--simulate", *argv])
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the simulator alone; returns the exit status."""
-    return run(parse(argv))
+    """Run ``bench ep --simulate``; returns the exit status.
+
+    Raises:
+        ValueError: as of :func:`run`, or an argument is not the simulator's.
+    """
+    return ep.run(parse(argv))
 
 
 if __name__ == "__main__":

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sgl_moe_jit.bench.ep_arguments import ROUTINGS
 from sgl_moe_jit.bench.ep_simulate_policies import Ints
 
 ZIPF_EXPONENT = 0.8
 BURST_TOKENS, BURST_EXPERTS, BURST_ODDS = 64, 16, 8.0
 EPLB = "-eplb"
 EPLB_REPLICAS = 32
-ROUTINGS = ("uniform", "zipf", f"zipf{EPLB}", "bursty")
 
 Floats = npt.NDArray[np.float32]
 

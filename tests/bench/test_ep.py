@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from sgl_moe_jit import cli
-from sgl_moe_jit.bench import command, ep, ep_arguments, ep_job, ep_layer, ep_ranks, figures
+from sgl_moe_jit.bench import command, ep, ep_job, ep_layer, ep_ranks, figures
 from sgl_moe_jit.bench.ep_job import OURS, SEPARATE, WATERFILL, Job, Measured
 from sgl_moe_jit.bench.timing import Timing
+from sgl_moe_jit.ops.waterfill import MIN_TOKENS
 
 needs_gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch built with gloo"
@@ -142,6 +143,7 @@ def test_a_wrong_provider_makes_the_run_fail(monkeypatch, caplog, tmp_path):
         (["--backend", "nccl"], "--backend: expected gloo on CPUs, got nccl"),
         (["--plot", "x"], "--plot: means nothing to bench ep without --simulate; leave it out"),
         (["--trace", "x"], "--trace: means nothing to bench ep without --simulate; leave it out"),
+        (["--skew", "nan"], "--skew: expected a finite number, got nan"),
         (["--modes", "hot"], "--modes: means nothing to bench ep without --simulate"),
         (["--simulate", "--fixed-size"], "--fixed-size: means nothing to bench ep --simulate"),
         (["--simulate", "--rounds", "3"], "--rounds: means nothing to bench ep --simulate"),
@@ -196,10 +198,27 @@ def test_under_torchrun_the_ranks_are_given(monkeypatch):
         ep_job.jobs_of(parse("--device", "cpu", "--ranks", "2"))
 
 
-def test_the_simulators_arguments_are_all_there():
-    simulate = pytest.importorskip("sgl_moe_jit.bench.ep_simulate")
-    parser = argparse.ArgumentParser()
-    simulate.add_arguments(parser)
-    for action in parser._actions:
-        if action.dest != "help":
-            assert action.dest in ep_arguments.NAMES, f"add --{action.dest} to ep_arguments"
+def test_zero_is_a_number_given():
+    """0 == False: what is refused, and what a record says it was made with."""
+    with pytest.raises(ValueError, match="--seed: means nothing to bench ep without --simulate"):
+        ep.run(parse("--seed", "0"))
+    with pytest.raises(ValueError, match="--skew: means nothing to bench ep --simulate"):
+        ep.run(parse("--simulate", "--skew", "0"))
+    assert ep_job.command_line(parse("--skew", "0")).endswith(" ep --skew 0.0")
+
+
+def test_help_names_every_routing_and_mode(capsys):
+    simulate = pytest.importorskip("sgl_moe_jit.bench.ep_simulate_routing")
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = capsys.readouterr().out
+    assert f"--routing {','.join(simulate.ROUTINGS)}" in text
+    assert f"--waterfill-mode {{{','.join(MIN_TOKENS)}}}" in text
+
+
+@pytest.mark.parametrize("text", ["a", "2,,4", ""])
+def test_a_list_that_is_none_is_refused_in_words(capsys, text):
+    with pytest.raises(SystemExit):
+        parse("--ranks", text)
+    said = f"--ranks: expected integers with commas between them, got {text!r}"
+    assert said in capsys.readouterr().err
