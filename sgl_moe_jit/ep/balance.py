@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -106,8 +107,8 @@ class WaterfillBalancer:
     ) -> tuple[Tensor, Tensor]:
         """Return ids of the dispatch space and weights, the shared expert in the last column.
 
-        A dynamic balancer joins its group's all-reduce exactly once a call, with no tokens too: all
-        ranks of the group must call.
+        A dynamic balancer joins its group's all-reduce exactly once a call, with no tokens too, and
+        with arguments that it then refuses: all ranks of the group must call.
 
         Args:
             topk_ids: [N, K] int32 or int64 physical experts; negative: none.
@@ -126,9 +127,16 @@ class WaterfillBalancer:
         counts: tuple[Tensor | None, Tensor | None] = (None, None)
         if self.dynamic:
             # sglang's count has the padded rows of each source; here padding is nobody's token.
-            total = count_tokens_per_rank(
-                topk_ids, *numbers, num_token_non_padded=num_token_non_padded
-            )
+            try:
+                total = count_tokens_per_rank(
+                    topk_ids, *numbers, num_token_non_padded=num_token_non_padded
+                )
+            except Exception:
+                # The others are in the all-reduce, and what is wrong may be this rank's alone.
+                device = topk_ids.device if isinstance(topk_ids, Tensor) else None
+                nothing = torch.zeros((2, numbers[1]), dtype=torch.int64, device=device)
+                dist.all_reduce(nothing, group=self.group)
+                raise
             dist.all_reduce(total, group=self.group)
             counts = (total[0], total[1])
         return waterfill_topk_with_shared_expert(

@@ -162,6 +162,9 @@ class DeepEPDispatcher:
         rows, topk, handle = send(hidden_states, ids, topk_weights.contiguous())
         return DispatchedRows(rows, topk, _Way(handle, ids, topk_weights.contiguous(), num_tokens))
 
+    def stop(self, device: torch.device) -> None:
+        """Do nothing: DeepEP has no way to tell the other ranks, which wait until it times out."""
+
     def _normal(
         self, x: Tensor, ids: Tensor, weights: Tensor
     ) -> tuple[Tensor, StandardTopKOutput, Any]:

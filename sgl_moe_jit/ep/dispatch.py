@@ -21,7 +21,7 @@ from sgl_moe_jit.ep.dispatch_checks import (
     checked_sums,
     rows_of_pairs,
 )
-from sgl_moe_jit.ep.dispatch_plan import Targets, read_notices
+from sgl_moe_jit.ep.dispatch_plan import Targets, read_notices, stopped_notices
 from sgl_moe_jit.ep.transport import Transport
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.dispatch import DispatchedRows
@@ -137,9 +137,10 @@ class TorchDispatcher:
             TypeError: a dtype is not listed above.
             ValueError: shapes disagree, or the device is not the group's; here, before anything is
                 sent. On every rank, when they have told each other their sizes: some rank's ids are
-                out of range, or ranks disagree about H, dtype, J, B or ``sum_at``. With
-                ``max_tokens_per_rank``, where nobody tells: T exceeds it, or an id is out of range,
-                the latter on CUDA with ``SGL_MOE_JIT_CHECK_INDICES=1`` and else sent nowhere.
+                out of range, ranks disagree about H, dtype, J, B or ``sum_at``, or one of them
+                stopped. With ``max_tokens_per_rank``, where nobody tells: T exceeds it, or an id is
+                out of range, the latter on CUDA with ``SGL_MOE_JIT_CHECK_INDICES=1`` and else sent
+                nowhere.
         """
         check_arguments(hidden_states, topk_ids, topk_weights)
         self._transport.check_device(hidden_states.device)
@@ -169,6 +170,16 @@ class TorchDispatcher:
             row_of[token, rank] = torch.arange(token.numel(), device=token.device)
             way = _Way(targets.index_of_sums(row_of), None, receive, send)
         return DispatchedRows(rows, StandardTopKOutput(weights, ids), way)
+
+    def stop(self, device: torch.device) -> None:
+        """Tell the other ranks, in place of a dispatch, that there will be none from here.
+
+        Their ``dispatch`` then raises a ValueError that names this rank. With
+        ``max_tokens_per_rank`` nobody tells anything, and they wait.
+        """
+        if self.max_tokens_per_rank is None:
+            self._transport.check_device(device)
+            self._transport.exchange(stopped_notices(self._ranks, device))
 
     def _facts_of(self, hidden_states: Tensor, topk_ids: Tensor) -> Tensor:
         """Return this rank's numbers for ``FACTS``, copied to the device when they change."""

@@ -30,8 +30,9 @@ class Notice:
     Attributes:
         rows: Rows that follow.
         pairs: (row, slot) pairs among them.
-        bad: Ids out of range on the sender. With ``facts`` it lets all ranks refuse together what
-            one of them got wrong, where they would wait for it otherwise.
+        bad: Ids out of range on the sender; below 0: it stopped before its dispatch. With ``facts``
+            it lets all ranks refuse together what one of them got wrong, where they would wait for
+            it otherwise.
         facts: A number for each of ``FACTS``.
     """
 
@@ -97,6 +98,13 @@ class Targets:
         return torch.where(is_first, row, -1).to(torch.int32)
 
 
+def stopped_notices(ranks: int, device: torch.device) -> Tensor:
+    """Return for each rank the :class:`Notice` that this one stopped, int64."""
+    told = torch.zeros((ranks, 3 + len(FACTS)), dtype=torch.int64, device=device)
+    told[:, 2] = -1
+    return told
+
+
 def true_places(mask: Tensor, count: int) -> Tensor:
     """Return where a flat mask is True, [count] int64, given how often: without a synchronisation.
 
@@ -114,6 +122,12 @@ def check_notices(received: list[Notice]) -> None:
     Raises:
         ValueError: names the ranks.
     """
+    stopped = [str(rank) for rank, notice in enumerate(received) if notice.bad < 0]
+    if stopped:
+        raise ValueError(
+            f"dispatch: expected every rank to come, and rank {', '.join(stopped)} stopped before "
+            "it; its own error says why"
+        )
     for name, *values in zip(FACTS, *(notice.facts for notice in received), strict=True):
         if len({*values}) > 1:
             raise ValueError(f"{name}: expected the same on every rank, got {values} by rank")

@@ -25,7 +25,7 @@ from sgl_moe_jit.moe.topk_selection import padded_rows
 
 
 def check_path(experts: Any, shared_is_fused: bool, path: ExpertParallelPath) -> None:
-    """Refuse parts that do not belong together, before anything is sent.
+    """Refuse parts that do not belong together, before any token is sent.
 
     Raises:
         TypeError: ``experts`` are not a layer of this library.
@@ -45,6 +45,13 @@ def check_path(experts: Any, shared_is_fused: bool, path: ExpertParallelPath) ->
             f"shared_is_fused={shared_is_fused}, got {have}expander"
         )
     wanted = path.dispatcher.num_local_experts
+    # Of an expander that says what it numbers for; ids of another layout would go to wrong experts.
+    slots = getattr(getattr(path.expand, "layout", None), "num_local", wanted)
+    if slots != wanted:
+        raise ValueError(
+            f"expand: expected a layout of {wanted} slots a rank, as many as the dispatcher sends "
+            f"to, got {slots}"
+        )
     if experts.num_local_experts != wanted:
         raise ValueError(
             f"experts: expected {wanted} on this rank, as many as the dispatcher sends to, shared "
@@ -90,6 +97,22 @@ def _shared_weight(factor: float) -> float:
     return 1.0 / factor
 
 
+def _route(
+    block: Any, x: Tensor, path: ExpertParallelPath, num_token_non_padded: Tensor | int | None
+) -> tuple[Tensor, Tensor, float]:
+    """Return ids of the dispatch space and weights [T, J], and the factor that comes after them."""
+    topk = as_standard(block._route(x))
+    if topk.weight_on_input:
+        raise ValueError("topk_output: expected weights on the experts' output, not on their input")
+    factor = float(topk.routed_scaling_factor)
+    ids, weights = _choice(topk, path, num_token_non_padded)
+    if path.record is not None:
+        path.record(ids)
+    if path.expand is not None:
+        ids, weights = path.expand(ids, weights, _shared_weight(factor))
+    return ids, weights, factor
+
+
 def _run_experts(
     experts: MoELayer, rows: DispatchedRows, takes_deferred: bool
 ) -> Tensor | DeferredFinalizeOutput:
@@ -108,22 +131,19 @@ def run(
     num_token_non_padded: Tensor | int | None,
 ) -> Tensor:
     """Do the work of ``SharedExpertMoEBlock.forward_deepep``; see there."""
-    check_path(block.experts, block.shared_is_fused, path)
     x = find.adjacent_columns(hidden_states.reshape(-1, hidden_states.shape[-1]))
-    if find.needs_grad(block, x):
-        raise RuntimeError(
-            "hidden_states: expected no gradient, since a dispatch does not carry it; call under "
-            "torch.no_grad()"
-        )
-    topk = as_standard(block._route(x))
-    if topk.weight_on_input:
-        raise ValueError("topk_output: expected weights on the experts' output, not on their input")
-    factor = float(topk.routed_scaling_factor)
-    ids, weights = _choice(topk, path, num_token_non_padded)
-    if path.record is not None:
-        path.record(ids)
-    if path.expand is not None:
-        ids, weights = path.expand(ids, weights, _shared_weight(factor))
+    try:
+        check_path(block.experts, block.shared_is_fused, path)
+        if find.needs_grad(block, x):
+            raise RuntimeError(
+                "hidden_states: expected no gradient, since a dispatch does not carry it; call "
+                "under torch.no_grad()"
+            )
+        ids, weights, factor = _route(block, x, path, num_token_non_padded)
+    except Exception:
+        # It may be this rank's alone, and the others are in their dispatch.
+        path.dispatcher.stop(x.device)
+        raise
     rows = path.dispatcher.dispatch(x, ids, weights)
     output = _run_experts(block.experts, rows, path.dispatcher.takes_deferred)
     returned = path.dispatcher.combine(output, rows)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
@@ -69,6 +70,16 @@ class Dispatcher(Protocol):
             hidden_states: [T, H]; not changed, and free to be reused on return.
             topk_ids: [T, J] int32 or int64, of the dispatch space. Negative: nothing is sent.
             topk_weights: [T, J] float32.
+        """
+        ...
+
+    def stop(self, device: torch.device) -> None:
+        """Tell the other ranks, where there is a way, that this one will not dispatch.
+
+        Called in place of ``dispatch`` by a rank that an error has stopped before it.
+
+        Args:
+            device: Of the tokens.
         """
         ...
 

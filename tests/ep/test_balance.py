@@ -154,3 +154,24 @@ def test_errors(change, error, match):
     call = {"layout": LAYOUT, "rank": 0, **change}
     with pytest.raises(error, match=match):
         WaterfillBalancer(call.pop("layout"), call.pop("rank"), **call)
+
+
+@pytest.mark.parametrize("wrong", [{"ids": 16}, {"ids": "list"}, {"weights": torch.float64}])
+def test_a_source_that_refuses_joins_the_others_first(group, wrong):
+    """Else they would wait in the all-reduce. Its counts are 0; theirs are levelled."""
+    ids = torch.zeros(5, 1, dtype=torch.int32)
+
+    def body(rank):
+        mine = torch.full_like(ids, wrong["ids"]) if wrong.get("ids") == 16 and rank == 2 else ids
+        mine = mine.tolist() if wrong.get("ids") == "list" and rank == 2 else mine
+        weights = torch.ones(ids.shape).to(wrong.get("weights") if rank == 2 else None)
+        balancer = WaterfillBalancer(LAYOUT, rank, dynamic=True, group=group)
+        if rank != 2:
+            return balancer(mine, weights)[0]
+        with pytest.raises((TypeError, ValueError), match=r"topk_(ids|weights): expected"):
+            balancer(mine, weights)
+        return ids[:0]
+
+    outputs = group.run(body)
+    assert group.joined == [1] * 4
+    assert all(out is not None for out in outputs)

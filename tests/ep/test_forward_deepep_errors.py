@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: The sgl_moe_jit authors
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that do not belong together are refused before anything is sent."""
+"""What stops a block before its dispatch: refused by name, and the other ranks do not wait."""
 
 import pytest
 import torch
 
 from sgl_moe_jit.ep.dispatch import TorchDispatcher
+from sgl_moe_jit.ep.home import HomeExpander
 from sgl_moe_jit.ep.layout import EpLayout
 from sgl_moe_jit.errors import UnsupportedError
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
@@ -49,7 +50,7 @@ def attempt(monkeypatch, *, experts=None, fused=True, expand="home", gate=None, 
             block.forward_deepep(random(5, 3, H).requires_grad_(grad), path)
 
     _, errors, world = run_ranks(monkeypatch, 1, call)
-    assert not world.log
+    assert [rows for _, rows, _ in world.log] == [(1,)]  # the notice that there is no dispatch
     raise errors[0]
 
 
@@ -103,3 +104,36 @@ def test_weights_on_the_input(monkeypatch):
 def test_gradients(monkeypatch):
     with pytest.raises(RuntimeError, match=r"a dispatch does not carry it; call under torch.no_gr"):
         attempt(monkeypatch, grad=True)
+
+
+def test_an_expander_for_other_slots(monkeypatch):
+    """Its ids would be other experts', silently."""
+    with pytest.raises(ValueError, match=r"expand: expected a layout of 5 slots a rank, .*, got 4"):
+        attempt(monkeypatch, expand=HomeExpander(EpLayout(3), 0))
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+@pytest.mark.parametrize("sum_at", ["source", "experts"])
+def test_what_stops_one_rank_stops_all(monkeypatch, sum_at, culprit):
+    """An id that is no expert on one rank: its expander raises, and the others do not wait."""
+    layout, whole = EpLayout(6, ep_size=3), Whole.make(6)
+
+    def call(group):
+        rank = group.rank()
+        ids, weights = choose(rank, 3, 6, 2)
+        if rank == culprit:
+            ids[1, 0] = 6
+        block = SharedExpertMoEBlock(
+            FixedGate(ids, weights), whole.fused(layout, rank), shared_is_fused=True
+        )
+        path = ExpertParallelPath(
+            TorchDispatcher(group, layout.num_local, sum_at=sum_at), HomeExpander(layout, rank)
+        )
+        block.forward_deepep(random(5, 3, H), path)
+
+    _, errors, _ = run_ranks(monkeypatch, 3, call)
+    for rank, error in enumerate(errors):
+        text = (
+            "topk_ids: expected ids below 6" if rank == culprit else f"and rank {culprit} stopped"
+        )
+        assert isinstance(error, ValueError) and text in str(error), error
