@@ -17,11 +17,12 @@ from torch import Tensor
 
 from sgl_moe_jit import env
 from sgl_moe_jit.ep.deepep_contract import broken, parts_of, tensor_of
-from sgl_moe_jit.ep.dispatch_checks import check_arguments, checked_sums
+from sgl_moe_jit.ep.dispatch_checks import check_arguments, check_least, checked_sums
 from sgl_moe_jit.errors import UnsupportedError
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.dispatch import DispatchedRows
 from sgl_moe_jit.moe.topk import StandardTopKOutput
+from sgl_moe_jit.ops.finalize_arguments import check_int
 
 _METHODS = {
     "normal": ("get_dispatch_layout", "dispatch", "combine"),
@@ -75,7 +76,8 @@ class DeepEPDispatcher:
         topk_idx_dtype: ``deep_ep.topk_idx_t``.
 
     Raises:
-        ValueError: an argument is out of range, missing, or of the other mode.
+        TypeError: an argument is of another kind.
+        ValueError: one is out of range, missing, or of the other mode.
         UnsupportedError: ``buffer`` lacks a method of the mode, or does not say its group's size.
     """
 
@@ -92,21 +94,29 @@ class DeepEPDispatcher:
         max_top_k: int | None = None,
         topk_idx_dtype: torch.dtype = torch.int64,
     ) -> None:
-        if mode not in _METHODS:
+        if not isinstance(mode, str) or mode not in _METHODS:
             raise ValueError(f"mode: expected 'normal' or 'low_latency', got {mode!r}")
-        if num_local_experts < 1:
-            raise ValueError(f"num_local_experts: expected at least 1, got {num_local_experts}")
+        check_least("num_local_experts", num_local_experts, 1)
+        if max_top_k is not None:
+            check_least("max_top_k", max_top_k, 1)
+        check_int("num_worst_tokens", num_worst_tokens, "an int of at most 64 bits")
+        if topk_idx_dtype not in (torch.int32, torch.int64):
+            raise TypeError(
+                f"topk_idx_dtype: expected torch.int32 or torch.int64, got {topk_idx_dtype}"
+            )
         limit = num_max_dispatch_tokens_per_rank
         if mode == "normal" and limit is not None:
             raise ValueError(
                 "num_max_dispatch_tokens_per_rank: expected None in mode 'normal', got "
                 f"{limit}; num_worst_tokens is its bound, on the rows received"
             )
-        if mode == "low_latency" and (limit is None or limit < 1):
-            raise ValueError(
-                "num_max_dispatch_tokens_per_rank: expected at least 1 in mode 'low_latency', got "
-                f"{limit}"
-            )
+        if mode == "low_latency":
+            if limit is None:
+                raise ValueError(
+                    "num_max_dispatch_tokens_per_rank: expected at least 1 in mode 'low_latency', "
+                    "got None"
+                )
+            check_least("num_max_dispatch_tokens_per_rank", limit, 1)
         if num_worst_tokens and (mode != "normal" or num_worst_tokens < 0):
             raise ValueError(
                 f"num_worst_tokens: expected 0, or in mode 'normal' more, got {num_worst_tokens}"

@@ -18,6 +18,7 @@ from sgl_moe_jit.ep.dispatch_checks import (
     DTYPES,
     check_arguments,
     check_capacity,
+    check_least,
     checked_sums,
     rows_of_pairs,
 )
@@ -77,7 +78,8 @@ class TorchDispatcher:
             ``sum_at="experts"``.
 
     Raises:
-        ValueError: an argument is out of range, or two do not go together.
+        TypeError: an argument is of another kind.
+        ValueError: one is out of range, or two do not go together.
 
     Deterministic: the same inputs on all ranks give the same bits.
     """
@@ -91,15 +93,13 @@ class TorchDispatcher:
         stage_through_host: bool = False,
         max_tokens_per_rank: int | None = None,
     ) -> None:
-        if num_local_experts < 1:
-            raise ValueError(f"num_local_experts: expected at least 1, got {num_local_experts}")
+        check_least("num_local_experts", num_local_experts, 1)
+        if not isinstance(stage_through_host, bool):
+            raise TypeError(f"stage_through_host: expected a bool, got {stage_through_host!r}")
         if sum_at not in ("source", "experts"):
             raise ValueError(f"sum_at: expected 'source' or 'experts', got {sum_at!r}")
         if max_tokens_per_rank is not None:
-            if max_tokens_per_rank < 1:
-                raise ValueError(
-                    f"max_tokens_per_rank: expected at least 1, got {max_tokens_per_rank}"
-                )
+            check_least("max_tokens_per_rank", max_tokens_per_rank, 1)
             if sum_at != "experts":
                 raise ValueError(
                     "max_tokens_per_rank: expected None with sum_at='source', whose returned rows "

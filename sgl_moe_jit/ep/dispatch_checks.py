@@ -11,19 +11,39 @@ from sgl_moe_jit import env
 from sgl_moe_jit.ep.dispatch_plan import true_places
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.dispatch import DispatchedRows
+from sgl_moe_jit.ops.finalize_arguments import check_int
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Of rows; ranks tell each other the place in this list."""
 _MAX_TOP_K = 64  # the finalize's
 
 
+def check_least(name: str, number: object, least: int) -> None:
+    """Check a number that a dispatcher is made with.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is below ``least``.
+    """
+    check_int(name, number, f"at least {least}")
+    if number < least:  # type: ignore[operator]
+        raise ValueError(f"{name}: expected at least {least}, got {number}")
+
+
 def check_arguments(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
     """Check kinds and shapes; the ids themselves are looked at with the counts.
 
     Raises:
-        TypeError: a dtype.
+        TypeError: a kind or a dtype.
         ValueError: a shape.
     """
+    for name, x in (
+        ("hidden_states", hidden_states),
+        ("topk_ids", topk_ids),
+        ("topk_weights", topk_weights),
+    ):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
     if hidden_states.dtype not in DTYPES:
         raise TypeError(
             f"hidden_states: expected bfloat16, float16 or float32, got {hidden_states.dtype}"

@@ -3,16 +3,19 @@
 """Arguments of another kind or out of range are refused by name, when and where they are given."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from sgl_moe_jit.ep import (
+    DeepEPDispatcher,
     EpLayout,
     ExpertCounts,
     HomeExpander,
     SharedExpertFusionConfig,
+    TorchDispatcher,
     WaterfillBalancer,
     drop_shared_counts,
     fused_shared_expert_weight,
@@ -27,6 +30,16 @@ from sgl_moe_jit.ops import waterfill_topk_with_shared_expert as waterfill
 
 LAYOUT = EpLayout(8, ep_size=4)
 IDS, TABLE = torch.tensor([[0, 7]]), torch.arange(8)
+ROWS = torch.zeros(1, 4)
+GROUP = SimpleNamespace(size=lambda: 4, rank=lambda: 0)
+BUFFER = SimpleNamespace(
+    group_size=4,
+    get_dispatch_layout=None,
+    dispatch=None,
+    combine=None,
+    low_latency_dispatch=None,
+    low_latency_combine=None,
+)
 WEIGHTS, ZEROS = torch.ones(1, 2), torch.zeros(4, dtype=torch.int64)
 
 CASES = {
@@ -164,6 +177,54 @@ CASES = {
         "num_trailing_shared_slots: expected an int, got bool",
     ),
     "counts list": (lambda: drop_shared_counts([1], 1, 0), TypeError, "counts: expected a Tensor"),
+    "slots of a rank": (
+        lambda: TorchDispatcher(GROUP, 2.0),
+        TypeError,
+        "num_local_experts: expected an int, got float",
+    ),
+    "capacity": (
+        lambda: TorchDispatcher(GROUP, 2, sum_at="experts", max_tokens_per_rank=1.5),
+        TypeError,
+        "max_tokens_per_rank: expected an int, got float",
+    ),
+    "through the host": (
+        lambda: TorchDispatcher(GROUP, 2, stage_through_host="no"),
+        TypeError,
+        "stage_through_host: expected a bool, got 'no'",
+    ),
+    "dispatched": (
+        lambda: TorchDispatcher(GROUP, 3).dispatch(ROWS.tolist(), IDS, WEIGHTS),
+        TypeError,
+        "hidden_states: expected a Tensor, got list",
+    ),
+    "DeepEP slots": (
+        lambda: DeepEPDispatcher(BUFFER, True),
+        TypeError,
+        "num_local_experts: expected an int, got bool",
+    ),
+    "DeepEP mode": (lambda: DeepEPDispatcher(BUFFER, 2, mode=[]), ValueError, "mode: expected"),
+    "DeepEP top_k": (
+        lambda: DeepEPDispatcher(BUFFER, 2, max_top_k=0),
+        ValueError,
+        "max_top_k: expected at least 1, got 0",
+    ),
+    "DeepEP worst": (
+        lambda: DeepEPDispatcher(BUFFER, 2, num_worst_tokens=1.5),
+        TypeError,
+        "num_worst_tokens: expected an int, got float",
+    ),
+    "DeepEP most": (
+        lambda: DeepEPDispatcher(
+            BUFFER, 2, mode="low_latency", num_max_dispatch_tokens_per_rank=1.5
+        ),
+        TypeError,
+        "num_max_dispatch_tokens_per_rank: expected an int, got float",
+    ),
+    "DeepEP ids": (
+        lambda: DeepEPDispatcher(BUFFER, 2, topk_idx_dtype=torch.float32),
+        TypeError,
+        "topk_idx_dtype: expected torch.int32 or torch.int64, got torch.float32",
+    ),
     "experts": (
         lambda: get_moe_weights(torch.nn.Linear(2, 2)),
         TypeError,
