@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgl_moe_jit.bench import ep_arguments
-from sgl_moe_jit.bench.argument_types import names, numbers
+from sgl_moe_jit.bench.argument_types import names, numbers, typed, typed_outputs
 
 if TYPE_CHECKING:
     from sgl_moe_jit.bench.contest import Contest
@@ -54,8 +54,6 @@ SUBJECTS = (
     Subject("jit", ("cpu",), ("arch",)),
 )
 _BY_NAME = {subject.name: subject for subject in SUBJECTS}
-# What a number of a result file must not depend on, in place of this machine's paths.
-_PLACEHOLDERS = {"json": "FILE", "plot": "DIR"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -92,20 +90,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def command_line(arguments: argparse.Namespace) -> str:
     """Return the command with placeholders for this machine's paths, and without ``--commit``."""
     words = ["python", "-m", "sgl_moe_jit", "bench", arguments.subject]
-    for name in ("cases", "tokens", "modes", "rounds", "providers", "arch"):
-        value = getattr(arguments, name)
-        if value is not None:
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            words += [f"--{name}", text]
+    words += typed(arguments, ("cases", "tokens", "modes", "rounds", "providers", "arch"))
     for peer in arguments.peer or ():
         words += ["--peer", f"{peer.partition('=')[0]}=DIR"]
-    words += [
-        word
-        for name, placeholder in _PLACEHOLDERS.items()
-        if getattr(arguments, name) is not None
-        for word in (f"--{name}", placeholder)
-    ]
-    return shlex.join(words)
+    return shlex.join([*words, *typed_outputs(arguments)])
 
 
 def _refuse_unused(arguments: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sgl_moe_jit.bench.argument_types import names, numbers
+from sgl_moe_jit.bench.argument_types import names, numbers, typed
 
 # Beside those that every bench has; each is None, or False, unless given.
 PROCESSES = (
@@ -79,21 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def given(arguments: argparse.Namespace, among: tuple[str, ...]) -> list[str]:
-    """Return those of the arguments that were given, as typed."""
-    values = {name: getattr(arguments, name, None) for name in among}
-    return [
-        f"--{name.replace('_', '-')}"
-        for name, value in values.items()
-        if value is not None and value is not False  # 0 is a number given, though equal to False
-    ]
-
-
 def refuse(arguments: argparse.Namespace, among: tuple[str, ...], where: str) -> None:
     """Refuse arguments that would be ignored.
 
     Raises:
         ValueError: names the first one.
     """
-    for name in given(arguments, among):
-        raise ValueError(f"{name}: means nothing to {where}; leave it out")
+    for option in typed(arguments, among)[:1]:
+        raise ValueError(f"{option}: means nothing to {where}; leave it out")

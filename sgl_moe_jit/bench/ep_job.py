@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sgl_moe_jit.bench import ep_arguments
+from sgl_moe_jit.bench.argument_types import typed, typed_outputs
 from sgl_moe_jit.bench.ep_layer import CASES
 from sgl_moe_jit.bench.report import Record
 from sgl_moe_jit.bench.timing import Timing
@@ -143,7 +144,7 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
     if not math.isfinite(skew):
         raise ValueError(f"--skew: expected a finite number, got {skew}")
     if not arguments.enable_waterfill:
-        for option in ep_arguments.given(arguments, ("dynamic", "waterfill_mode")):
+        for option in typed(arguments, ("dynamic", "waterfill_mode"))[:1]:
             raise ValueError(f"{option}: expected --enable-waterfill with it")
     jobs = []
     for name in names:
@@ -202,22 +203,9 @@ def _providers(arguments: argparse.Namespace, device: str, backend: str) -> tupl
 
 def command_line(arguments: argparse.Namespace) -> str:
     """Return the command with placeholders for this machine's paths, and without ``--commit``."""
-    words = ["python", "-m", "sgl_moe_jit", "bench", "ep"]
-    for name in (
-        "cases",
-        "tokens",
-        "rounds",
-        "providers",
-        *ep_arguments.BOTH,
-        *ep_arguments.PROCESSES,
-    ):
-        value = getattr(arguments, name)
-        if value is True:
-            words.append(f"--{name.replace('_', '-')}")
-        elif value is not None and value is not False:
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            words += [f"--{name.replace('_', '-')}", text]
-    return shlex.join([*words, *(("--json", "FILE") if arguments.json else ())])
+    ours = ("cases", "tokens", "rounds", "providers", *ep_arguments.BOTH, *ep_arguments.PROCESSES)
+    words = ["python", "-m", "sgl_moe_jit", "bench", "ep", *typed(arguments, ours)]
+    return shlex.join([*words, *typed_outputs(arguments)])
 
 
 def record_of(job: Job, result: Measured) -> Record:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from sgl_moe_jit.bench import command, ep, ep_simulate_plot, plot, report
+from sgl_moe_jit.bench.argument_types import typed, typed_outputs
 from sgl_moe_jit.bench.ep_arguments import ROUTINGS
 from sgl_moe_jit.bench.ep_simulate_model import OPTIMUM, POLICIES, Scenario, simulate, summarise
 from sgl_moe_jit.bench.ep_simulate_policies import Ints
@@ -93,17 +94,10 @@ def settle(arguments: argparse.Namespace) -> argparse.Namespace:
 def command_line(arguments: argparse.Namespace) -> str:
     """Return the command with placeholders for this machine's paths."""
     words = ["python", "-m", "sgl_moe_jit", "bench", "ep", "--simulate"]
-    for name in DEFAULTS:
-        value = getattr(arguments, name, None)
-        if value is not None:
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            words += [f"--{name.replace('_', '-')}", text]
+    words += typed(arguments, DEFAULTS)
     if arguments.trace is not None:
         words += ["--trace", arguments.trace.name]
-    for name, placeholder in (("json", "FILE"), ("plot", "DIR")):
-        if getattr(arguments, name, None) is not None:
-            words += [f"--{name}", placeholder]
-    return shlex.join(words)
+    return shlex.join([*words, *typed_outputs(arguments)])
 
 
 def _run_steps(case: str, placement: Placement, steps: Iterator[Ints], shape: Row) -> list[Row]:

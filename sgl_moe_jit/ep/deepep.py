@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sgl_moe_jit import env
 from sgl_moe_jit.ep.deepep_contract import broken, parts_of, tensor_of
 from sgl_moe_jit.ep.dispatch_checks import check_arguments, check_least, checked_sums
+from sgl_moe_jit.ep.layout import may_read
 from sgl_moe_jit.errors import UnsupportedError
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.dispatch import DispatchedRows
@@ -202,8 +202,7 @@ class DeepEPDispatcher:
         local_weights = tensor_of(
             "dispatch", "recv_topk_weights", local_weights, torch.float32, shape
         )
-        may_read = local.device.type == "cpu" or env.CHECK_INDICES.get()
-        if may_read and local.numel() and int(local.max()) >= self.num_local_experts:
+        if may_read(local) and local.numel() and int(local.max()) >= self.num_local_experts:
             expected = f"local expert ids below {self.num_local_experts} in recv_topk_idx"
             broken("dispatch", expected, int(local.max()))
         if handle is None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sgl_moe_jit import env
 from sgl_moe_jit.ep.dispatch_plan import true_places
+from sgl_moe_jit.ep.layout import may_read
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.dispatch import DispatchedRows
 from sgl_moe_jit.ops.finalize_arguments import check_int
@@ -91,8 +91,7 @@ def check_capacity(topk_ids: Tensor, max_tokens: int, total: int) -> None:
             f"hidden_states: expected at most max_tokens_per_rank, {max_tokens} tokens, got "
             f"{topk_ids.shape[0]}"
         )
-    may_read = topk_ids.device.type == "cpu" or env.CHECK_INDICES.get()
-    if may_read and topk_ids.numel() and int(topk_ids.max()) >= total:
+    if may_read(topk_ids) and topk_ids.numel() and int(topk_ids.max()) >= total:
         raise ValueError(
             f"topk_ids: expected ids below {total}, ep_size * num_local_experts, got "
             f"{int(topk_ids.max())}"

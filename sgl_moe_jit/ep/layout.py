@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit import env
+from sgl_moe_jit.ops.ep_topk import MAX_RANKS
 from sgl_moe_jit.ops.finalize_arguments import check_int
 
 Ids = TypeVar("Ids", int, Tensor)
-MAX_EP_SIZE = 512
+MAX_EP_SIZE = MAX_RANKS
+"""What the ops take."""
 _MOST_SLOTS = 2**31 - 1
 _LEAST = {"num_experts": 1, "num_redundant": 0, "ep_size": 1, "num_shared": 0}
 
