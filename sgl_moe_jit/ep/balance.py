@@ -197,7 +197,9 @@ class WaterfillBalancer:
             choices[:num_tokens] = valid
         group = dist.group.WORLD if self.group is None else self.group
         assert group is not None
-        everybody = Transport(group).gather(choices)
+        # Which CUDA collectives gloo has differs between versions of torch.
+        through_host = choices.is_cuda and dist.get_backend(group) == "gloo"
+        everybody = Transport(group, through_host).gather(choices)
         if not fits:
             raise ValueError(
                 f"topk_ids: expected at most max_tokens_per_rank, {capacity} rows, got {num_tokens}"
