@@ -135,14 +135,22 @@ class TorchDispatcher:
 
         Raises:
             TypeError: a dtype is not listed above.
-            ValueError: shapes disagree, or the device is not the group's; here, before anything is
-                sent. On every rank, when they have told each other their sizes: some rank's ids are
-                out of range, ranks disagree about H, dtype, J, B or ``sum_at``, or one of them
-                stopped. With ``max_tokens_per_rank``, where nobody tells: T exceeds it, or an id is
+            ValueError: shapes disagree, or the device is not the group's.
+            ValueError: on every rank, when they have told each other their sizes: some rank's ids
+                are out of range, ranks disagree about H, dtype, J, B or ``sum_at``, or one of them
+                stopped: before its dispatch, or at a dtype or shape of its own.
+            ValueError: with ``max_tokens_per_rank``, where nobody tells: T exceeds it, or an id is
                 out of range, the latter on CUDA with ``SGL_MOE_JIT_CHECK_INDICES=1`` and else sent
                 nowhere.
+
+            No row is sent before all of these.
         """
-        check_arguments(hidden_states, topk_ids, topk_weights)
+        try:
+            check_arguments(hidden_states, topk_ids, topk_weights)
+        except (TypeError, ValueError):
+            if isinstance(hidden_states, Tensor):
+                self.stop(hidden_states.device)
+            raise
         self._transport.check_device(hidden_states.device)
         targets = Targets.of(topk_ids, self._ranks, self.num_local_experts)
         if self.max_tokens_per_rank is not None:

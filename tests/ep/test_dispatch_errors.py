@@ -98,14 +98,17 @@ def test_arguments_that_do_not_go_together(monkeypatch, arguments, kind, text):
         (lambda x, i, w: (x, i, w[:, :1]), ValueError, r"topk_weights: expected \(3, 2\), got"),
     ],
 )
-def test_a_bad_argument_sends_nothing(monkeypatch, change, kind, text):
+def test_a_bad_argument_sends_no_row_and_the_others_do_not_wait(monkeypatch, change, kind, text):
     def call(group):
-        TorchDispatcher(group, 2).dispatch(*change(*batch(0, 3, 1, 2, 2)))
+        right = batch(group.rank(), 3, 2, 2, 2)
+        TorchDispatcher(group, 2).dispatch(*(change(*right) if group.rank() == 0 else right))
 
-    _, errors, world = run_ranks(monkeypatch, 1, call)
+    _, errors, world = run_ranks(monkeypatch, 2, call)
     with pytest.raises(kind, match=text):
         raise errors[0]
-    assert not world.log
+    with pytest.raises(ValueError, match="expected every rank to come, and rank 0 stopped before"):
+        raise errors[1]
+    assert [rows for _, rows, _ in world.log] == [(1, 1)] * 2  # notices alone
 
 
 def test_the_fixed_size_is_a_limit(monkeypatch):
