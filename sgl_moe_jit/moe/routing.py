@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sgl_moe_jit.moe.autocast import autocast_off, is_autocast_on
 from sgl_moe_jit.moe.router_config import RouterConfig
 from sgl_moe_jit.moe.topk import StandardTopKOutput
 from sgl_moe_jit.moe.topk_selection import select
@@ -52,11 +53,9 @@ def router_logits(
     if router_config.logits_dtype == "float32":
         wide = torch.promote_types(both, torch.float32)
         bias = None if gate_bias is None else gate_bias.to(wide)
-        if not torch.is_autocast_enabled(device_type):
+        with autocast_off(device_type):
             return linear(hidden_states.to(wide), gate_weight.to(wide), bias)
-        with torch.autocast(device_type, enabled=False):
-            return linear(hidden_states.to(wide), gate_weight.to(wide), bias)
-    if both != gate_weight.dtype and not torch.is_autocast_enabled(device_type):
+    if both != gate_weight.dtype and not is_autocast_on(device_type):
         raise TypeError(
             f"hidden_states: expected {gate_weight.dtype} like gate_weight, got "
             f"{hidden_states.dtype}; convert one of them with .to(), or use autocast"

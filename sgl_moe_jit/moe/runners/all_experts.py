@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit import env
+from sgl_moe_jit.moe.autocast import autocast_off
 from sgl_moe_jit.moe.expert_weights import ExpertWeights
 from sgl_moe_jit.moe.topk import StandardTopKOutput
 from sgl_moe_jit.ops.activation import silu_and_mul
@@ -74,7 +75,8 @@ def expert_rows(
     dtype = hidden_states.dtype
 
     def multiply(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        out = torch.bmm(x, matrix)
+        with autocast_off(x.device.type):  # a batched GEMM is on its list, a grouped one is not
+            out = torch.bmm(x, matrix)
         if bias is not None:
             out = out + bias[:, None].to(dtype)
         return out.view(num_experts * num_tokens, -1)

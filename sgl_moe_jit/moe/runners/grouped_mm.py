@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit.errors import UnsupportedError
+from sgl_moe_jit.moe.autocast import autocast_off, is_autocast_on
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.expert_weights import ExpertWeights
 from sgl_moe_jit.moe.quantization import Quantization
@@ -83,7 +84,7 @@ class GroupedMMRunner:
         if dtype == expected:
             return hidden_states
         # grouped_mm is not on autocast's list, so nobody else casts.
-        if torch.is_autocast_enabled(hidden_states.device.type):
+        if is_autocast_on(hidden_states.device.type):
             return hidden_states.to(expected)
         if self._config.quantization is not Quantization.NONE:
             return hidden_states  # refused below, with the name of the quantization
@@ -144,10 +145,13 @@ class GroupedMMRunner:
         weights = self._weights
         if weights.quantization is not Quantization.NONE:  # no gradients
             return x
-        rows = x @ weights.up_as_input_major()[0]
+        with autocast_off(x.device.type):
+            rows = x @ weights.up_as_input_major()[0]
         if weights.up_bias is not None:
             rows = rows + weights.up_bias[0].to(rows.dtype)
-        rows = weights.activation(rows).to(x.dtype) @ weights.down_as_input_major()[0]
+        hidden = weights.activation(rows).to(x.dtype)
+        with autocast_off(x.device.type):
+            rows = hidden @ weights.down_as_input_major()[0]
         if weights.down_bias is not None:
             rows = rows + weights.down_bias[0].to(rows.dtype)
         if weights.post_expert_norm is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sgl_moe_jit.moe.autocast import autocast_off, is_autocast_on
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.expert_weights import ExpertWeights
 from sgl_moe_jit.moe.quantization import Quantization
@@ -38,7 +39,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None
     if scale is None:
         return torch.nn.functional.linear(x, weight, bias)
     values, row_scales = quantize_rows(x.to(torch.bfloat16))
-    total = torch.nn.functional.linear(values.float(), weight.float())
+    with autocast_off(x.device.type):
+        total = torch.nn.functional.linear(values.float(), weight.float())
     out = (total * row_scales[:, None] * scale).to(torch.bfloat16)
     return out if bias is None else out + bias.to(out.dtype)
 
@@ -77,7 +79,8 @@ class NativeRunner:
     """Runs a layer's experts in plain torch; the reference for every other runner.
 
     Rows are in expert order, and in slot order within an expert. Finished here, the sum is a plain
-    torch expression in float32; deferred, it is the fused op's.
+    torch expression in float32; deferred, it is the fused op's. The result has the weights' dtype,
+    under autocast too, whose dtype the GEMMs have then.
 
     FP8 experts are served too, with the rounding of activations that a grouped GEMM in FP8 has;
     the arithmetic between the roundings is float32. Then hidden states are bfloat16.
@@ -102,6 +105,8 @@ class NativeRunner:
         check_topk(hidden_states, choice, self._config.hidden_dim)
         hidden_states, choice = weigh_input(hidden_states, choice)
         if self._config.quantization is not Quantization.NONE:
+            if is_autocast_on(hidden_states.device.type):
+                hidden_states = hidden_states.to(self._config.dtype)
             check_quantized_input(self.name, self._weights, hidden_states)
         ids = choice.topk_ids.reshape(-1)
         top_k = choice.topk_ids.shape[1]
@@ -118,6 +123,7 @@ class NativeRunner:
         else:  # no token here: no row, yet a gradient of zero for every parameter and input
             rows = _expert_rows(self._weights, 0, hidden_states[:0])
             slot_of_row = ids.new_empty(0, dtype=torch.int64)
+        rows = rows.to(self._config.dtype)  # autocast's until here
         can_defer = self.can_defer(choice.format) and can_finalize(top_k)
         if not (wants_defer(defer) and can_defer):
             return weighted_sum(rows, slot_of_row, choice)
