@@ -30,6 +30,15 @@ def _memories(
     return _memory(up), _memory(down), _memory(up_scale), _memory(down_scale)
 
 
+def check_memory(weights: ExpertWeights) -> None:
+    """Refuse weights without memory. Raises ValueError."""
+    if weights.up.is_meta or weights.down.is_meta:
+        raise ValueError(
+            "experts: expected weights with memory, got device meta; give the module memory "
+            "with .to_empty(device=...) and load its weights first"
+        )
+
+
 @dataclass(frozen=True)
 class BoundRunner:
     """A runner made for some tensors at some addresses.
@@ -52,11 +61,7 @@ class BoundRunner:
             ValueError: unknown name, or weights without memory.
             UnsupportedError: the runner of that name cannot serve the layer.
         """
-        if weights.up.is_meta or weights.down.is_meta:
-            raise ValueError(
-                "experts: expected weights with memory, got device meta; give the module memory "
-                "with .to_empty(device=...) and load its weights first"
-            )
+        check_memory(weights)
         runner = create_runner(name, weights)
         memory: tuple[Any, ...] = ()
         if not torch.compiler.is_compiling():

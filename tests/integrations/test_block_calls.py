@@ -9,7 +9,6 @@ import copy
 import pytest
 import torch
 
-from sgl_moe_jit.integrations.transformers import experts
 from sgl_moe_jit.integrations.transformers import fuse_shared_experts as fuse
 
 from .tiny_models import (
@@ -18,7 +17,7 @@ from .tiny_models import (
     SHARED_FAMILIES,
     assert_close,
     last_block,
-    overwriting,
+    let_runners_overwrite,
 )
 
 
@@ -98,9 +97,10 @@ def test_shared_gate_sees_the_original_input(monkeypatch):
     block, x = last_block("qwen2_moe"), torch.randn(2, 3, HIDDEN)
     stock, before = block(x), x.clone()
     fuse(block)
-    monkeypatch.setattr(experts, "create_runner", overwriting(experts.create_runner))
-    assert_close(block(x), stock, BLOCK_ROUNDINGS, "gated block")
-    assert torch.equal(x, before)
+    inputs = let_runners_overwrite(monkeypatch)
+    for defer in (True, False):
+        assert_close(block(x, defer=defer), stock, BLOCK_ROUNDINGS, f"gated block, {defer=}")
+    assert torch.equal(x, before) and len(inputs) == 2 and inputs[0].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

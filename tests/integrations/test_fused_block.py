@@ -169,6 +169,7 @@ def test_adapters_on_router_and_shared_experts_take_effect_and_train(family, whe
         block.gate = Adapter(block.gate, 1)
         if hasattr(block, "shared_expert"):
             block.shared_expert.up_proj = Adapter(block.shared_expert.up_proj, 2)
+            block.shared_expert = Adapter(block.shared_expert, 4)
             block.shared_expert_gate = Adapter(block.shared_expert_gate, 3)
         elif getattr(block, "shared_experts", None) is not None:
             block.shared_experts = Adapter(block.shared_experts, 2)
@@ -179,6 +180,7 @@ def test_adapters_on_router_and_shared_experts_take_effect_and_train(family, whe
         block = last_block(family)
         if fused and when == "after":
             assert fuse(block).fused
+            block(x)  # remembers no module of it
         adapt(block)
         if fused and when == "before":
             assert fuse(block).fused

@@ -17,16 +17,15 @@ from sgl_moe_jit.integrations.transformers.hooks import forward_is_own, stands_a
 from sgl_moe_jit.integrations.transformers.layer_loading import read_gate
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
 from sgl_moe_jit.moe.block_facts import Call, ExpertsFacts, hooked
-from sgl_moe_jit.moe.bound_runner import BoundRunner
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.expert_slice import ReduceGroups
 from sgl_moe_jit.moe.layer_base import deferral_of
-from sgl_moe_jit.moe.runner_config import RunnerConfig
+from sgl_moe_jit.moe.runner_choice import RunnerChoice
 from sgl_moe_jit.moe.runners.plan import explain
 from sgl_moe_jit.moe.topk import StandardTopKOutput, TopKOutput
 
 # What calls leave on a fused block, beside what it was fused with.
-CALL_STATE = ("last_plan", "_known_width")
+CALL_STATE = ("last_plan", "_known_width", "_known_choice")
 
 
 def called_as_is(experts: torch.nn.Module) -> str:
@@ -61,6 +60,11 @@ class FusedBlock(SharedExpertMoEBlock):
     shared_width = None
     _known_width = (0, 0)
     last_plan = None
+    _known_choice: RunnerChoice | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy, which finds its runner itself."""
+        return {name: x for name, x in self.__dict__.items() if name != "_known_choice"}
 
     def _no_shared(self, x: Tensor) -> str:
         # Without tokens they run too: a hook on them, or sharded parameters, may count on the call.
@@ -72,13 +76,16 @@ class FusedBlock(SharedExpertMoEBlock):
         if reason:
             return ExpertsFacts.as_is(experts, reason, mutates_input=False)
         weights = expert_weights(experts)
-        runner = BoundRunner.make("auto", weights).runner
+        choice = RunnerChoice.of(weights, self._known_choice)
+        if choice is not self._known_choice and not torch.compiler.is_compiling():
+            self._known_choice = choice
+        runner, config = choice.runner(weights), choice.config
         return ExpertsFacts(
             runner=runner,
             mutates_input=False,  # the experts' own forward sees to that
             refusal="",
-            support=lambda form: deferral_of(runner, lambda: RunnerConfig.of(weights), form),
-            intermediate_dim=weights.down_as_input_major().shape[1],
+            support=lambda form: deferral_of(runner, lambda: config, form),
+            intermediate_dim=config.intermediate_dim,
             has_gate=weights.has_gate,
         )
 
@@ -114,7 +121,9 @@ class FusedBlock(SharedExpertMoEBlock):
             ):
                 # Only here: wrappers of the experts need not know these arguments.
                 ask = {"defer": deferred}
-                if call.stream is not None:
+                # A hook in front of them may put other weights in place.
+                unchanged = not experts._forward_pre_hooks and not hooks._global_forward_pre_hooks
+                if unchanged and call.stream is not None:
                     ask["runner"] = call.experts.runner
             routed: Tensor | DeferredFinalizeOutput
             routed = experts(call.x, topk_output.topk_ids, topk_output.topk_weights, **ask)

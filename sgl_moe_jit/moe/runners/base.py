@@ -75,6 +75,8 @@ class RunnerEntry:
         name: In the registry.
         supports: Says whether a layer in this layout can be served; starts nothing.
         create: Binds the runner to a layer's weights.
+        bind: The same for weights whose config is at hand and was found to be supported, which
+            saves looking again; None: ``create``.
         layout: Of the weights it reads, as in :class:`RunnerConfig`.
         quantizations: Forms of weights it reads.
         deferral: Says whether un-finalized rows are handed over for a format; None: not known
@@ -87,6 +89,11 @@ class RunnerEntry:
     layout: str = "plain"
     quantizations: tuple[Quantization, ...] = (Quantization.NONE,)
     deferral: Callable[[RunnerConfig, TopKFormat], Support] | None = None
+    bind: Callable[[Any, RunnerConfig], MoERunner] | None = None
+
+    def bound(self, weights: Any, config: RunnerConfig) -> MoERunner:
+        """Return the runner for weights of a config that it supports."""
+        return self.create(weights) if self.bind is None else self.bind(weights, config)
 
     def reads(self, config: RunnerConfig) -> Support:
         """Say whether the weights are, or can be put, in the layout that this runner reads."""
@@ -185,7 +192,8 @@ def _log_once(config: RunnerConfig, selection: Selection) -> None:
 
 def create_runner(name: str, weights: ExpertWeights | FlashInferWeights) -> MoERunner:
     """Return a runner bound to a layer's weights. See :func:`select_runner` for errors."""
-    return select_runner(name, config_of(weights)).entry.create(weights)
+    config = config_of(weights)
+    return select_runner(name, config).entry.bound(weights, config)
 
 
 def config_of(weights: ExpertWeights | FlashInferWeights) -> RunnerConfig:

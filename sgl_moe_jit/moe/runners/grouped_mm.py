@@ -55,6 +55,7 @@ class GroupedMMRunner:
         weights: The layer's parameters.
         fused_activation: Whether ``silu_and_mul`` replaces ``weights.activation`` where that is
             declared to be the same function. It rounds once, torch's expression twice in bfloat16.
+        config: Theirs, if it is at hand and was found to be supported; None: both are seen to here.
 
     Raises:
         UnsupportedError: the layer cannot be served; says why.
@@ -63,12 +64,21 @@ class GroupedMMRunner:
     name = "grouped_mm"
     mutates_input = False
 
-    def __init__(self, weights: ExpertWeights, *, fused_activation: bool = True) -> None:
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        *,
+        fused_activation: bool = True,
+        config: RunnerConfig | None = None,
+    ) -> None:
         self._weights = weights
-        self._config = RunnerConfig.of(weights)
-        support = supports(self._config)
-        if not support.ok:
-            raise UnsupportedError(f"runner 'grouped_mm' cannot serve this layer: {support.why}")
+        if config is None:
+            config = RunnerConfig.of(weights)
+            support = supports(config)
+            if not support.ok:
+                why = f"runner 'grouped_mm' cannot serve this layer: {support.why}"
+                raise UnsupportedError(why)
+        self._config = config
         self._fused_activation = fused_activation and weights.is_silu_and_mul
         self._is_plain = self._config.quantization is Quantization.NONE
         self._gemms: ExpertGemms = (
@@ -208,5 +218,6 @@ register_runner(
         GroupedMMRunner,
         quantizations=(Quantization.NONE, Quantization.FP8_PER_CHANNEL),
         deferral=lambda *_: Support(True),
+        bind=lambda weights, config: GroupedMMRunner(weights, config=config),
     )
 )

@@ -89,9 +89,9 @@ class NativeRunner:
     name = "native"
     mutates_input = False
 
-    def __init__(self, weights: ExpertWeights) -> None:
+    def __init__(self, weights: ExpertWeights, *, config: RunnerConfig | None = None) -> None:
         self._weights = weights
-        self._config = RunnerConfig.of(weights)
+        self._config = RunnerConfig.of(weights) if config is None else config
 
     def can_defer(self, topk_format: TopKFormat) -> bool:
         """Return whether the fused op takes this layer's dtype and device; any format will do."""
@@ -149,5 +149,6 @@ register_runner(
         NativeRunner,
         quantizations=(Quantization.NONE, Quantization.FP8_PER_CHANNEL),
         deferral=_deferral,
+        bind=lambda weights, config: NativeRunner(weights, config=config),
     )
 )
