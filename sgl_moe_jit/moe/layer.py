@@ -124,14 +124,26 @@ class FusedMoE(ExpertParameters, MoELayer):
         """Return the state without the runner, which holds views of these very parameters."""
         return {**self.__dict__, "_bound": None}
 
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Register, and let go the runner, which holds the parameter of that name before.
+
+        Every assignment comes here, that of ``load_state_dict(assign=True)`` included.
+        """
+        self.__dict__["_bound"] = None
+        super().register_parameter(name, param)
+
     def _bind(self) -> BoundRunner:
         if torch.compiler.is_compiling():
             return BoundRunner.make(self.runner_name, self.expert_weights())
         bound = self._bound
-        if bound is None or not bound.serves(
+        if bound is not None and bound.serves(
             *self.tensors(), self.activation, self.post_expert_norm
         ):
-            bound = self._bound = BoundRunner.make(self.runner_name, self.expert_weights())
+            return bound
+        bound = BoundRunner.make(self.runner_name, self.expert_weights())
+        # Others are made for one call (by a parametrization, functional_call) and gone after it.
+        kept = (bound.weights.up, bound.weights.down)
+        self._bound = bound if all(isinstance(x, torch.nn.Parameter) for x in kept) else None
         return bound
 
     @property
