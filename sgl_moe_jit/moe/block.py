@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,13 @@ from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput, requested_defer
 from sgl_moe_jit.moe.dispatch import ExpertParallelPath
 from sgl_moe_jit.moe.expert_slice import ReduceGroups
 from sgl_moe_jit.moe.layer_base import MoELayer
+from sgl_moe_jit.moe.router import moving_only
 from sgl_moe_jit.moe.shared_order import Order
 from sgl_moe_jit.moe.streams import Fork
 from sgl_moe_jit.moe.topk import TopKOutput
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class SharedExpertMoEBlock(torch.nn.Module):
@@ -40,6 +44,7 @@ class SharedExpertMoEBlock(torch.nn.Module):
     another way.
 
     All parts are called as modules, with the hidden states as [T, H]: hooks fire, adapters work.
+    A float32 ``e_score_correction_bias`` of the gate stays so through ``.to(dtype)``, ``.half()``.
     A runner that declares ``mutates_input`` overwrites the block's input too.
 
     Args:
@@ -93,6 +98,11 @@ class SharedExpertMoEBlock(torch.nn.Module):
         self.shared_width = shared_width
         self._known_width = (0, 0)  # (id of the shared experts, their width)
         self.last_plan: BlockPlan | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Let conversions move a float32 correction bias of any gate, and not cast it."""
+        fn = moving_only(fn, find.correction_biases(self.gate))
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
 
     def forward(self, hidden_states: Tensor, *, defer: bool | None = None) -> Tensor:
         """Run the block, on one stream or two.

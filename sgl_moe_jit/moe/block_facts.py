@@ -48,6 +48,17 @@ def check_parts(
         )
 
 
+def correction_biases(gate: Any) -> list[torch.Tensor]:
+    """Return a gate's correction biases in float32, under the name that models have for them."""
+    if not isinstance(gate, torch.nn.Module):
+        return []
+    return [
+        x
+        for name, x in (*gate.named_parameters(), *gate.named_buffers())
+        if name.endswith("e_score_correction_bias") and x.dtype == torch.float32
+    ]
+
+
 def adjacent_columns(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` as kernels read it; a copy only where columns lie apart."""
     return x if x.stride(-1) == 1 else x.contiguous()

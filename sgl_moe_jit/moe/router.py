@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,19 @@ from sgl_moe_jit.moe.topk import BypassedTopKOutput, StandardTopKOutput
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+def moving_only(
+    fn: Callable[[Tensor], Tensor], kept: Iterable[Tensor | None]
+) -> Callable[[Tensor], Tensor]:
+    """Return a module's conversion that moves some tensors and does not cast them."""
+    ids = {id(x) for x in kept}
+
+    def move_only(x: Tensor) -> Tensor:
+        out = fn(x)
+        return x.to(out.device) if id(x) in ids and out.dtype != x.dtype else out
+
+    return move_only
 
 
 class Router(torch.nn.Module):
@@ -91,13 +104,9 @@ class Router(torch.nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Let conversions move what stays float32, and not cast it."""
-        kept = {id(getattr(self, name)) for name in self._float32_names()}
-
-        def move_only(x: Tensor) -> Tensor:
-            out = fn(x)
-            return x.to(out.device) if id(x) in kept and out.dtype != x.dtype else out
-
-        return super()._apply(move_only, recurse)  # type: ignore[no-untyped-call,no-any-return]
+        kept = [getattr(self, name) for name in self._float32_names()]
+        fn = moving_only(fn, kept)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load, and widen what ``assign=True`` has put in place as it was."""
