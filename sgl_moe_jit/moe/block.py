@@ -182,7 +182,7 @@ class SharedExpertMoEBlock(torch.nn.Module):
         no_shared = self._no_shared(x)
         experts = self._experts_facts()
         stream = None
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and type(x.shape[0]) is int:  # not symbolic, in fx
             capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
             stream = StreamFacts(
                 wanted=dual_stream,

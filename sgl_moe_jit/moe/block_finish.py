@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,17 +51,21 @@ def finish(
         add_late: Whether the shared output is added after the reduction.
 
     Raises:
+        TypeError: the shared experts returned no tensor.
         ValueError: the shared experts' output has another size.
     """
     output = logits = None
     if shared is not None:
         logits = shared.logits
-        if shared.output.numel() != x.numel():
+        made: Any = shared.output  # of a module that may be anything
+        if not isinstance(made, Tensor):
+            got = type(made).__name__
+            raise TypeError(f"shared_experts: expected to return a tensor, got {got}")
+        if made.numel() != x.numel():
             raise ValueError(
-                f"shared_experts: expected an output of {tuple(x.shape)}, got "
-                f"{tuple(shared.output.shape)}"
+                f"shared_experts: expected an output of {tuple(x.shape)}, got {tuple(made.shape)}"
             )
-        output = adjacent_columns(shared.output.reshape(x.shape))
+        output = adjacent_columns(made.reshape(x.shape))
     if isinstance(routed, DeferredFinalizeOutput):
         dtype = routed.gemm2_out.dtype
         if not add_late and dtype == x.dtype and (output is None or output.dtype == dtype):

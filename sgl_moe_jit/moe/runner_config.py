@@ -57,8 +57,9 @@ class RunnerConfig:
         """Read the sizes off the weights and their declared layout.
 
         Raises:
-            TypeError: float8_e4m3fn weights without scales, or scales beside others.
-            ValueError: the two projections, or a projection and its scales, do not belong
+            TypeError: float8_e4m3fn weights without scales, or scales beside others; or weights
+                that are not floating, or of two dtypes.
+            ValueError: the two projections, or a projection and its bias or scales, do not belong
                 together; names the shapes.
         """
         up, down = weights.up_as_input_major(), weights.down_as_input_major()
@@ -76,8 +77,8 @@ class RunnerConfig:
                 f"up, down: shapes {shapes} do not belong together with "
                 f"is_transposed={weights.is_transposed}, has_gate={weights.has_gate}"
             )
-
         _check_scales(weights)
+        _check_biases(weights, up.shape[2])
 
         def aligned(matrix: Tensor) -> bool:
             size = matrix.element_size()
@@ -97,6 +98,24 @@ class RunnerConfig:
             aligned_16_bytes=aligned(weights.up) and aligned(weights.down),
             quantization=weights.quantization,
         )
+
+
+def _check_biases(weights: ExpertWeights, up_rows: int) -> None:
+    """Check the biases' shapes, which broadcast would let pass, and the projections' dtypes."""
+    up, down = weights.up, weights.down
+    if not up.is_floating_point() or up.dtype != down.dtype:
+        raise TypeError(
+            f"up, down: expected one floating dtype, got {up.dtype} and {down.dtype}; convert them "
+            "with .to()"
+        )
+    hidden_dim = weights.up_as_input_major().shape[1]
+    for name, bias, size in (
+        ("up_bias", weights.up_bias, up_rows),
+        ("down_bias", weights.down_bias, hidden_dim),
+    ):
+        if bias is not None and tuple(bias.shape) != (up.shape[0], size):
+            expected = (up.shape[0], size)
+            raise ValueError(f"{name}: expected {expected}, got {tuple(bias.shape)}")
 
 
 def _check_scales(weights: ExpertWeights) -> None:

@@ -4,6 +4,7 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
 from sgl_moe_jit.moe.deferred import deferred_finalize_context
@@ -120,3 +121,12 @@ def test_inductor(defer):
     want = block.float()(x.float())
     # Inductor may keep float32 between operations: a few bfloat16 roundings of either
     assert (out - want).abs().max() <= 2.0**-6 * want.abs().max()
+
+
+@torch.no_grad()
+def test_fx_with_symbolic_sizes():
+    """Its tracer does not count as compiling; a plan's texts would turn sizes into constants."""
+    block = SharedExpertMoEBlock(TopKGate(), make_layer(), Mlp()).to(BF16)
+    x = make_input(6, dtype=BF16)
+    graph = make_fx(block, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
+    assert torch.equal(graph(x), block(x))

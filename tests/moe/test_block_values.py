@@ -199,6 +199,13 @@ def test_copies(again):
             ValueError,
             r"shared_experts: expected an output of \(2, 32\), got \(2, 16\)",
         ),
+        (
+            lambda: SharedExpertMoEBlock(TopKGate(), make_layer(), lambda x: (x, None))(
+                make_input(2)
+            ),
+            TypeError,
+            "shared_experts: expected to return a tensor, got tuple",
+        ),
     ],
 )
 def test_errors(make, error, text):

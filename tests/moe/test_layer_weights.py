@@ -264,3 +264,25 @@ def test_a_runner_that_lies_about_its_input_is_caught(monkeypatch):
     lying(says=True, does=True)(x, topk)
     lying()(x.to(BF16)[:, ::2], topk)
     lying()(x[:0], make_topk(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"w13_bias": torch.zeros(2, 4)}, ValueError, r"up_bias: expected \(2, 8\), got \(2, 4\)"),
+        ({"w2_bias": torch.zeros(3, 4)}, ValueError, r"down_bias: expected \(2, 4\), got \(3, 4\)"),
+        ({"w2": torch.zeros(2, 4, 4).bfloat16()}, TypeError, "one floating dtype, got .*float32"),
+        ({"w2": torch.zeros(2, 4, 4).int()}, TypeError, "one floating dtype, got .*int32"),
+    ],
+)
+def test_what_broadcast_or_a_cast_would_let_pass(options, error, text):
+    with pytest.raises(error, match=text):
+        FusedMoE.from_w13_w2(torch.zeros(2, 8, 4), **{"w2": torch.zeros(2, 4, 4), **options})
+
+
+@field_report("A14")
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_hidden_states_of_another_dtype_are_refused_by_name(runner):
+    layer, topk = make_layer(runner=runner), make_topk(2)
+    with pytest.raises(TypeError, match=r"hidden_states: expected float32 like .*, got bfloat16"):
+        layer(make_input(2, dtype=BF16), topk)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit.errors import UnsupportedError
+from sgl_moe_jit.moe.autocast import is_autocast_on
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput, is_deferred_finalize_enabled
 from sgl_moe_jit.moe.expert_weights import ExpertWeights
 from sgl_moe_jit.moe.flashinfer_weights import FlashInferWeights
@@ -238,6 +239,20 @@ def as_standard(topk_output: TopKOutput) -> StandardTopKOutput:
         "topk_output: expected a StandardTopKOutput, BypassedTopKOutput or PackedTopKOutput, got "
         f"{type(topk_output).__name__}"
     )
+
+
+def check_input_dtype(hidden_states: Tensor, expected: torch.dtype) -> None:
+    """Refuse hidden states of another dtype than the expert weights'. Not under autocast.
+
+    Raises:
+        TypeError: names both.
+    """
+    if hidden_states.dtype != expected and not is_autocast_on(hidden_states.device.type):
+        name, got = (str(x).removeprefix("torch.") for x in (expected, hidden_states.dtype))
+        raise TypeError(
+            f"hidden_states: expected {name} like the expert weights, got {got}; convert one of "
+            "them with .to(), or use autocast"
+        )
 
 
 def weigh_input(

@@ -19,6 +19,7 @@ from sgl_moe_jit.moe.runners.base import (
     Support,
     as_standard,
     can_finalize,
+    check_input_dtype,
     check_topk,
     register_runner,
     wants_defer,
@@ -30,10 +31,6 @@ from sgl_moe_jit.moe.runners.inference_only import check_quantized_input
 from sgl_moe_jit.moe.runners.weighted_sum import weighted_sum
 from sgl_moe_jit.moe.topk import TopKFormat, TopKOutput
 from sgl_moe_jit.ops.activation import silu_and_mul
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class GroupedMMRunner:
@@ -90,18 +87,15 @@ class GroupedMMRunner:
         return True
 
     def _input(self, hidden_states: Tensor) -> Tensor:
-        dtype, expected = hidden_states.dtype, self._config.dtype
-        if dtype == expected:
+        expected = self._config.dtype
+        if hidden_states.dtype == expected:
             return hidden_states
-        # grouped_mm is not on autocast's list, so nobody else casts.
-        if is_autocast_on(hidden_states.device.type):
-            return hidden_states.to(expected)
-        if self._config.quantization is not Quantization.NONE:
+        if self._is_plain:
+            check_input_dtype(hidden_states, expected)
+        elif not is_autocast_on(hidden_states.device.type):
             return hidden_states  # refused below, with the name of the quantization
-        raise TypeError(
-            f"hidden_states: expected {_name(expected)} like the expert weights, "
-            f"got {_name(dtype)}; convert one of them with .to(), or use autocast"
-        )
+        # Under autocast: grouped_mm is not on its list, so nobody else casts.
+        return hidden_states.to(expected)
 
     def _expert_rows(self, hidden_states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts' outputs [P, H], and each slot's row among them.

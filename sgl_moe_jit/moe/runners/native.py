@@ -17,6 +17,7 @@ from sgl_moe_jit.moe.runners.base import (
     Support,
     as_standard,
     can_finalize,
+    check_input_dtype,
     check_topk,
     register_runner,
     wants_defer,
@@ -108,6 +109,8 @@ class NativeRunner:
             if is_autocast_on(hidden_states.device.type):
                 hidden_states = hidden_states.to(self._config.dtype)
             check_quantized_input(self.name, self._weights, hidden_states)
+        else:
+            check_input_dtype(hidden_states, self._config.dtype)
         ids = choice.topk_ids.reshape(-1)
         top_k = choice.topk_ids.shape[1]
         parts: list[Tensor] = []
