@@ -200,6 +200,7 @@ def test_the_handle_cannot_pass_for_a_tensor():
             getattr(output, name)
 
 
+@field_report("C11")
 def test_finishing_twice_gives_the_same_result_and_changes_nothing():
     output = handle()
     shared = torch.randn(T, H)

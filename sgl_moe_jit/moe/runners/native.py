@@ -58,8 +58,19 @@ def _expert_rows(weights: ExpertWeights, expert: int, x: Tensor) -> Tensor:
         up_scale = weights.up_scale_by_row()[expert]
         down_scale = weights.down_scale_by_row()[expert]
     hidden = weights.activation(_linear(x, up, up_bias, up_scale))
+    if down.dtype == torch.float16 and weights.post_expert_norm is None:
+        # A row may pass 65504 before its weight makes it small; see _sum_dtype.
+        hidden, down = hidden.float(), down.float()
+        down_bias = None if down_bias is None else down_bias.float()
+        with autocast_off(x.device.type):
+            return _linear(hidden, down, down_bias, None)
     rows = _linear(hidden, down, down_bias, down_scale)
     return rows if weights.post_expert_norm is None else weights.post_expert_norm(rows)
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of rows until they are summed: of float16 weights float32."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _supports(config: RunnerConfig) -> Support:
@@ -81,7 +92,8 @@ class NativeRunner:
 
     Rows are in expert order, and in slot order within an expert. Finished here, the sum is a plain
     torch expression in float32; deferred, it is the fused op's. The result has the weights' dtype,
-    under autocast too, whose dtype the GEMMs have then.
+    under autocast too, whose dtype the GEMMs have then. Rows of float16 experts stay float32 until
+    they are summed: one may be beyond float16's range, and the sum within.
 
     FP8 experts are served too, with the rounding of activations that a grouped GEMM in FP8 has;
     the arithmetic between the roundings is float32. Then hidden states are bfloat16.
@@ -126,10 +138,10 @@ class NativeRunner:
         else:  # no token here: no row, yet a gradient of zero for every parameter and input
             rows = _expert_rows(self._weights, 0, hidden_states[:0])
             slot_of_row = ids.new_empty(0, dtype=torch.int64)
-        rows = rows.to(self._config.dtype)  # autocast's until here
+        rows = rows.to(_sum_dtype(self._config.dtype))  # autocast's until here
         can_defer = self.can_defer(choice.format) and can_finalize(top_k)
         if not (wants_defer(defer) and can_defer):
-            return weighted_sum(rows, slot_of_row, choice)
+            return weighted_sum(rows, slot_of_row, choice).to(self._config.dtype)
         row_of = torch.full_like(ids, -1, dtype=torch.int32)
         row_of[slot_of_row] = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
         weights = choice.topk_weights
