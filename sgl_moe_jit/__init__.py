@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from sgl_moe_jit.bench.ahead import warmup
     from sgl_moe_jit.ep.backends import is_deepep_class_backend
     from sgl_moe_jit.ep.deepep import DeepEPDispatcher
     from sgl_moe_jit.ep.dispatch import TorchDispatcher
@@ -101,6 +102,7 @@ _HOME = {
     "moe_finalize_fuse_shared": "ops",
     "moe_finalize_fuse_shared_add_rmsnorm": "ops",
     "moe_finalize_fuse_shared_add_rmsnorm_fp8": "ops",
+    "warmup": "bench.ahead",
 }
 
 __all__ = [
@@ -144,6 +146,7 @@ __all__ = [
     "router_logits",
     "select_experts",
     "to_physical",
+    "warmup",
 ]
 
 

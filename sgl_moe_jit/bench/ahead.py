@@ -99,3 +99,22 @@ def build(targets: Sequence[Target]) -> list[TargetResult]:
         name = "cpu" if target is None else target.name
         results.append(TargetResult(name, len(specs) - len(failures), tuple(failures), seconds))
     return results
+
+
+def warmup(arch: str | None = None) -> None:
+    """Build the shipped kernels now, side by side: before a server's watchdog runs, or a capture.
+
+    At most ``SGL_MOE_JIT_MAX_JOBS`` compilers at a time. What the cache holds starts none.
+
+    Args:
+        arch: CUDA targets such as ``"9.0a,10.0a"``; None: the kernels that this machine can run, on
+            its CPU and its GPU.
+
+    Raises:
+        ValueError: a target does not exist.
+        SglMoeJitError: some kernels could not be built, after all others were; names each.
+    """
+    results = build(choose_targets(arch, cpu=False, every=False))
+    failures = [f"{result.target}: {failure}" for result in results for failure in result.failures]
+    if failures:
+        raise SglMoeJitError("kernels that could not be built:\n  " + "\n  ".join(failures))
