@@ -24,8 +24,8 @@ from sgl_moe_jit.moe.runner_choice import RunnerChoice
 from sgl_moe_jit.moe.runners.plan import explain
 from sgl_moe_jit.moe.topk import StandardTopKOutput, TopKOutput
 
-# What calls leave on a fused block, beside what it was fused with.
-CALL_STATE = ("last_plan", "_known_width", "_known_choice")
+# What calls, and callers who choose, leave on a fused block, beside what it was fused with.
+CALL_STATE = ("last_plan", "_known_width", "_known_choice", "dual_stream", "shared_width")
 
 
 def called_as_is(experts: torch.nn.Module) -> str:
