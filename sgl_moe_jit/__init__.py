@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from sgl_moe_jit.bench.ahead import warmup
     from sgl_moe_jit.ep.backends import is_deepep_class_backend
+    from sgl_moe_jit.ep.balance import WaterfillBalancer
     from sgl_moe_jit.ep.deepep import DeepEPDispatcher
     from sgl_moe_jit.ep.dispatch import TorchDispatcher
     from sgl_moe_jit.ep.eplb import get_moe_weights, to_physical
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
 _HOME = {
     "DeepEPDispatcher": "ep.deepep",
     "TorchDispatcher": "ep.dispatch",
+    "WaterfillBalancer": "ep.balance",
     "HomeExpander": "ep.home",
     "EpLayout": "ep.layout",
     "ExpertCounts": "ep.expert_counts",
@@ -128,6 +130,7 @@ __all__ = [
     "StandardTopKOutput",
     "TopKFormat",
     "TorchDispatcher",
+    "WaterfillBalancer",
     "cache_once",
     "create_runner",
     "deferred_finalize_context",

@@ -11,7 +11,8 @@ Importing this package registers the implementation ``"sgl_moe_jit"``::
 
 ``load_block`` makes a :class:`~sgl_moe_jit.moe.block.SharedExpertMoEBlock` of one MoE module, and
 ``load_experts`` a :class:`~sgl_moe_jit.moe.layer.FusedMoE` of its experts, on the same parameters.
-``load_slice`` is ``FusedMoE.from_transformers``: one rank's experts, the shared ones among them.
+``load_slice`` is ``FusedMoE.from_transformers``: one rank's experts, the shared ones among them;
+``read_gate`` lets a ``SharedExpertMoEBlock`` around them keep the model's own router.
 """
 
 from sgl_moe_jit.integrations.transformers.blocks import (
@@ -20,7 +21,11 @@ from sgl_moe_jit.integrations.transformers.blocks import (
     unfuse_shared_experts,
 )
 from sgl_moe_jit.integrations.transformers.experts import EXPERTS_IMPLEMENTATION, register
-from sgl_moe_jit.integrations.transformers.layer_loading import load_block, load_experts
+from sgl_moe_jit.integrations.transformers.layer_loading import (
+    load_block,
+    load_experts,
+    read_gate,
+)
 from sgl_moe_jit.integrations.transformers.slice_loading import load_slice
 
 __all__ = [
@@ -30,6 +35,7 @@ __all__ = [
     "load_block",
     "load_experts",
     "load_slice",
+    "read_gate",
     "register",
     "unfuse_shared_experts",
 ]

@@ -31,9 +31,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def read_gate(output: tuple[Tensor, Tensor, Tensor]) -> StandardTopKOutput:
-    """Turn what a transformers router returns, (logits, weights, ids), into a router's output.
+    """Turn what a transformers router returns into a router's output.
 
-    Weights hold the model's factor already.
+    Args:
+        output: Logits [T, E], weights [T, K], which hold the model's factor already, and ids
+            [T, K], as the gates of the blocks that :func:`load_block` knows return them.
     """
     logits, weights, ids = output
     return StandardTopKOutput(weights, ids, num_experts=logits.shape[-1])
