@@ -9,8 +9,15 @@ from collections.abc import Iterable
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Return the items that are not empty."""
-    return tuple(part for part in text.split(",") if part)
+    """Return the items that are not empty, at least one.
+
+    Raises:
+        ArgumentTypeError: there is none.
+    """
+    found = tuple(part for part in text.split(",") if part)
+    if not found:
+        raise argparse.ArgumentTypeError(f"expected names with commas between them, got {text!r}")
+    return found
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -58,12 +58,16 @@ _BY_NAME = {subject.name: subject for subject in SUBJECTS}
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``bench``."""
+    parser.usage = "%(prog)s [SUBJECT] [options]"
+    subjects = ("all", *_BY_NAME, "ep")
     parser.add_argument(
         "subject",
         nargs="?",
         default="all",
-        choices=("all", *_BY_NAME, "ep"),
-        help="default: all that this machine can run, but ep, which starts processes",
+        choices=subjects,
+        metavar="SUBJECT",
+        help=f"{', '.join(subjects)}; default: all that this machine can run, but ep, which "
+        "starts processes",
     )
     parser.add_argument(
         "--cases", type=names, metavar="NAME[,NAME...]", help="default: deepseek-v3; or all"
@@ -120,6 +124,8 @@ def _options(arguments: argparse.Namespace) -> Options:
             raise ValueError(f"--modes: expected hot, cold or both, got {mode!r}")
     if any(tokens < 1 for tokens in arguments.tokens or ()):
         raise ValueError(f"--tokens: expected numbers of at least 1, got {arguments.tokens}")
+    if arguments.rounds is not None and arguments.rounds < 1:
+        raise ValueError(f"--rounds: expected 1 or more, got {arguments.rounds}")
     return Options(
         cases=cases_named(arguments.cases or ("deepseek-v3",)),
         tokens=arguments.tokens,
@@ -139,7 +145,7 @@ def _device_of(subject: Subject) -> str:
             return device
     raise ValueError(
         f"bench {subject.name}: needs a CUDA device, and torch.cuda.is_available() is False; "
-        "bench cpu, host and jit do not"
+        "bench cpu, host, jit and ep do not"
     )
 
 

@@ -217,9 +217,10 @@ def run(arguments: argparse.Namespace) -> int:
         plot.require_matplotlib()  # before the work, not after it
     stamp = asdict(report.make_stamp("cpu", arguments.commit, command_line(arguments)))
     scenarios = synthetic_scenarios(full) if full.trace is None else trace_scenarios(full)
-    print(table_head(), flush=True)
     records: list[Row] = []
     for scenario in scenarios:
+        if not records:  # not before a trace was read: an error stands alone
+            print(table_head())
         print(table_line(scenario), flush=True)
         records += ({**row, **stamp} for row in scenario)
         if arguments.json:  # after every scenario: a run that is cut short keeps what it has

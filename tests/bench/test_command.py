@@ -81,6 +81,7 @@ def test_the_command_holds_no_path_of_the_machine():
     [
         (["cpu", "--cases", "gpt-9"], "--cases: expected all or some of deepseek-v3, .*'gpt-9'"),
         (["cpu", "--tokens", "0"], "--tokens: expected numbers of at least 1, got"),
+        (["cpu", "--rounds", "0"], "--rounds: expected 1 or more, got 0"),
         (["cpu", "--providers", "tornado"], "--providers: expected some of sgl_moe_jit, torch"),
         (["cpu", "--modes", "hot"], "--modes: means nothing to bench cpu; leave it out"),
         (["host", "--plot", "x"], "--plot: means nothing to bench host; leave it out"),
