@@ -13,7 +13,7 @@ import torch
 
 import sgl_moe_jit.ops  # noqa: F401 - registers the shipped kernels
 from sgl_moe_jit import env
-from sgl_moe_jit.errors import SglMoeJitError
+from sgl_moe_jit.errors import SglMoeJitError, ToolchainError
 from sgl_moe_jit.jit import BuildSpec, CudaArch, current_arch, families, load_spec, parallel, paths
 
 logger = logging.getLogger("sgl_moe_jit.bench")
@@ -79,13 +79,19 @@ def specs_for(target: Target) -> list[BuildSpec]:
     return list(specs.values())
 
 
-def _failure_of(spec: BuildSpec) -> str | None:
+def _failure_of(spec: BuildSpec) -> tuple[str, str | None] | None:
+    """Return the failure's line, and what is missing if that would fail every module alike."""
+    missing = None
     try:
         load_spec(spec)
+    except ToolchainError as error:
+        missing = text = str(error).removeprefix(f"{spec.label} is to be compiled: ")
     except (SglMoeJitError, OSError) as error:
-        logger.error("%s: %s", spec.label, error)
-        return f"{spec.label}: {str(error).splitlines()[0]}"
-    return None
+        text = str(error).removeprefix(f"{spec.label}: ")
+        logger.error("%s: %s", spec.label, text)
+    else:
+        return None
+    return f"{spec.label}: {text.splitlines()[0]}", missing
 
 
 def build(targets: Sequence[Target]) -> list[TargetResult]:
@@ -94,10 +100,13 @@ def build(targets: Sequence[Target]) -> list[TargetResult]:
     for target in targets:
         started = time.perf_counter()
         specs = specs_for(target)
-        failures = [failure for failure in parallel.run_all(_failure_of, specs) if failure]
+        found = [failure for failure in parallel.run_all(_failure_of, specs) if failure]
         seconds = time.perf_counter() - started
         name = "cpu" if target is None else target.name
-        results.append(TargetResult(name, len(specs) - len(failures), tuple(failures), seconds))
+        for missing in dict.fromkeys(missing for _, missing in found if missing):
+            logger.error("%s: %s", name, missing)  # once, not once a module
+        failures = tuple(line for line, _ in found)
+        results.append(TargetResult(name, len(specs) - len(failures), failures, seconds))
     return results
 
 

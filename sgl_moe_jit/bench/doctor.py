@@ -91,9 +91,12 @@ def _brief(text: str) -> str:
     return _first_line(text).split(". ")[0].rstrip(".:")
 
 
-def _kernels(name: str, target: str | None, missing: list[tuple[str, str]]) -> Feature:
+def _kernels(
+    name: str, target: str | None, missing: list[tuple[str, str]], cache: Facts
+) -> Feature:
     """Judge the kernels of one target: buildable when nothing is missing, else perhaps cached."""
-    if not missing:
+    read_only = cache.get("writable") is False
+    if not missing and not read_only:
         return Feature(name, True, True, "can be built on first use")
     why = "; ".join(_brief(reason) for reason, _ in missing)
     mend = " && ".join(dict.fromkeys(command for _, command in missing if command))
@@ -102,9 +105,12 @@ def _kernels(name: str, target: str | None, missing: list[tuple[str, str]]) -> F
     except Exception as error:
         return Feature(name, True, False, f"{why}; {_brief(str(error))}", mend)
     if usable == shipped:
-        return Feature(
-            name, True, True, f"cannot be built here, but all {shipped} are in the cache"
-        )
+        how = "cannot be built here, but all" if missing else "all"
+        return Feature(name, True, True, f"{how} {shipped} are in the cache")
+    if not missing:
+        why = f"can be built, but not kept: the cache folder {cache['path']} is not writable"
+        mend = f"export {env.CACHE_DIR.name}=<a folder you may write to>"
+        return Feature(name, True, True, why, mend)
     return Feature(
         name, True, False, f"{why}; {usable} of {shipped} modules are in the cache", mend
     )
@@ -118,9 +124,6 @@ def _runtime_missing(facts: dict[str, Facts]) -> list[tuple[str, str]]:
         missing.append(("apache-tvm-ffi is not installed", "pip install apache-tvm-ffi"))
     if "error" in facts["host_compiler"]:
         missing.append((facts["host_compiler"]["error"], "apt-get install g++"))
-    if facts["cache"].get("writable") is False:
-        reason = f"the cache folder {facts['cache']['path']} is not writable"
-        missing.append((reason, f"export {env.CACHE_DIR.name}=<a folder you may write to>"))
     return missing
 
 
@@ -140,7 +143,7 @@ def _cuda_feature(facts: dict[str, Facts], runtime_missing: list[tuple[str, str]
         if known and target.rstrip("af") not in known:
             reason = f"nvcc {nvcc['version']} does not know {target}"
             missing.append((reason, _GET_NVCC + " && unset CUDA_HOME CUDA_PATH"))
-        return _kernels(name, target, missing)
+        return _kernels(name, target, missing, facts["cache"])
     if "error" in gpu and facts["torch"].get("cuda"):
         return Feature(name, True, False, gpu["error"], "nvidia-smi   # is the driver well?")
     why, mend = "torch sees no GPU", ""
@@ -177,7 +180,7 @@ def examine() -> Report:
     """Probe this machine. Never raises; of compilers it asks the version and one tiny build."""
     facts = {name: _probe(probe) for name, probe in _PROBES.items()}
     runtime_missing = _runtime_missing(facts)
-    cpu = _kernels("CPU kernels", None, runtime_missing)
+    cpu = _kernels("CPU kernels", None, runtime_missing, facts["cache"])
     cuda = _cuda_feature(facts, runtime_missing)
     return Report(facts, (cpu, cuda, *_optional_features(facts)))
 

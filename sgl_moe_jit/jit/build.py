@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sgl_moe_jit import env
 from sgl_moe_jit.errors import BuildError, ToolchainError
 from sgl_moe_jit.jit import parallel, spec, toolchain
 from sgl_moe_jit.jit.spec import BuildSpec, CompileUnit
@@ -155,6 +156,11 @@ def _explain(command: list[str], status: int, output: str, roots: dict[str, Path
         signal = -status if status < 0 else status - 128
         first = f"the compiler was killed by signal {signal}" + (
             " (out of memory?)" if signal == 9 else ""
+        )
+    elif "No space left on device" in output:  # a linker's own last word does not say so
+        first = (
+            "no space left on the device of the cache or of the temporary folder; free some, or "
+            f"set {env.CACHE_DIR.name} or TMPDIR"
         )
     tail = "\n".join(lines[-40:])
     return f"{first or 'the compiler failed'}\nexit status {status}: {shlex.join(command)}\n{tail}"

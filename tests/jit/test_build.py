@@ -70,6 +70,10 @@ def test_an_error_of_the_link_names_the_symbol(tmp_path):
     [
         ("kill -9 $$", "killed by signal 9 (out of memory?)"),
         ("kill -15 $$", "killed by signal 15"),
+        (
+            "echo 'ld: final link failed: No space left on device' >&2; exit 1",
+            "no space left on the device of the cache or of the temporary folder; free some, or",
+        ),
         ("exit 137", "killed by signal 9 (out of memory?)"),
         ("exit 0", "exited with 0 but left no cpp0.o"),
         ('while [ "$1" != -o ]; do shift; done; : > "$2"', "exited with 0 but left no cpp0.o"),
