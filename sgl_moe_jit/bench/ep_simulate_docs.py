@@ -89,6 +89,8 @@ def render(text: str, results: Path) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python -m sgl_moe_jit.bench.ep_simulate_docs DOCUMENT.md RESULTS")
     document = Path(sys.argv[1])
     document.write_text(
         render(document.read_text(encoding="utf-8"), Path(sys.argv[2])), encoding="utf-8"

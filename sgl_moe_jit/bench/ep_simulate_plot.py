@@ -89,6 +89,8 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> Path:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python -m sgl_moe_jit.bench.ep_simulate_plot FILE.json DIR")
     source = Path(sys.argv[1])
     print(
         draw(

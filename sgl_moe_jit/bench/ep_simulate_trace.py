@@ -47,5 +47,7 @@ def record_demo(path: Path, seed: int = 1, new_tokens: int = NEW_TOKENS) -> Rout
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m sgl_moe_jit.bench.ep_simulate_trace FILE.npz")
     written = record_demo(Path(sys.argv[1]))
     print(f"{sys.argv[1]}: {written.model}, {len(written.calls)} calls")

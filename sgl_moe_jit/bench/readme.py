@@ -92,6 +92,8 @@ def all_figures(results: Path) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: {COMMAND}")
     readme, folder = Path(sys.argv[1]), Path(sys.argv[2])
     readme.write_text(render(readme.read_text(encoding="utf-8"), folder), encoding="utf-8")
     (folder / "README.md").write_text(all_figures(folder), encoding="utf-8")

@@ -93,6 +93,11 @@ class TorchDispatcher:
         stage_through_host: bool = False,
         max_tokens_per_rank: int | None = None,
     ) -> None:
+        if group is None:  # what WORLD is before init_process_group
+            raise TypeError(
+                "group: expected a process group, got None; call "
+                "torch.distributed.init_process_group, then pass torch.distributed.group.WORLD"
+            )
         check_least("num_local_experts", num_local_experts, 1)
         if not isinstance(stage_through_host, bool):
             raise TypeError(f"stage_through_host: expected a bool, got {stage_through_host!r}")

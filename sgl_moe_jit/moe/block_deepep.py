@@ -131,6 +131,8 @@ def run(
     num_token_non_padded: Tensor | int | None,
 ) -> Tensor:
     """Do the work of ``SharedExpertMoEBlock.forward_deepep``; see there."""
+    if not isinstance(path, ExpertParallelPath):  # nor is there anyone to tell the other ranks
+        raise TypeError(f"path: expected an ExpertParallelPath, got {type(path).__name__}")
     x = find.adjacent_columns(hidden_states.reshape(-1, hidden_states.shape[-1]))
     try:
         check_path(block.experts, block.shared_is_fused, path)

@@ -167,11 +167,16 @@ def finalize_output(
         gated shared row is rounded to its own dtype in between.
 
     Raises:
+        TypeError: ``output`` is neither.
         ValueError: the shapes differ, or there are gate logits and no shared output.
         TypeError, ValueError: deferred, see :func:`sgl_moe_jit.moe_finalize_fuse_shared`.
     """
     if isinstance(output, DeferredFinalizeOutput):
         return output.finalize(shared_output, shared_gate_logits=shared_gate_logits)
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"output: expected a Tensor or a DeferredFinalizeOutput, got {type(output).__name__}"
+        )
     if shared_output is None:
         if shared_gate_logits is not None:
             raise ValueError("shared_gate_logits: expected None without shared_output")

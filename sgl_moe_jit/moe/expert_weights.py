@@ -56,6 +56,21 @@ class ExpertWeights:
         """E."""
         return self.up.shape[0]
 
+    def activate(self, projected: Tensor) -> Tensor:
+        """Return the activation of the first projection's output: [N, I].
+
+        Raises:
+            ValueError: it returned another width, as ``silu`` alone does of gate and up.
+        """
+        hidden = self.activation(projected)
+        width = self.down_as_input_major().shape[1]
+        if hidden.shape[-1] != width:
+            raise ValueError(
+                f"activation: expected {width} columns, down's input, from "
+                f"{projected.shape[-1]}, got {hidden.shape[-1]}"
+            )
+        return hidden
+
     def up_as_input_major(self) -> Tensor:
         """Return ``up`` as [E, H, 2I] (a view)."""
         return self.up if self.is_transposed else self.up.transpose(1, 2)

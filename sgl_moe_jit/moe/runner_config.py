@@ -57,11 +57,16 @@ class RunnerConfig:
         """Read the sizes off the weights and their declared layout.
 
         Raises:
-            TypeError: float8_e4m3fn weights without scales, or scales beside others; or weights
-                that are not floating, or of two dtypes.
+            TypeError: ``weights`` are none; float8_e4m3fn weights without scales, or scales beside
+                others; or weights that are not floating, or of two dtypes.
             ValueError: the two projections, or a projection and its bias or scales, do not belong
                 together; names the shapes.
         """
+        if not isinstance(weights, ExpertWeights):
+            raise TypeError(
+                "weights: expected ExpertWeights or FlashInferWeights, got "
+                f"{type(weights).__name__}"
+            )
         up, down = weights.up_as_input_major(), weights.down_as_input_major()
         shapes = f"{tuple(weights.up.shape)} and {tuple(weights.down.shape)}"
         if up.dim() != 3 or down.dim() != 3:

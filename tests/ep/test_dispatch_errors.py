@@ -60,6 +60,11 @@ def test_ranks_that_disagree_are_told_so_together(monkeypatch, change, options, 
             raise error
 
 
+def test_no_group_says_how_to_have_one():
+    with pytest.raises(TypeError, match=r"group: expected a process group, .*init_process_group"):
+        TorchDispatcher(None, 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [

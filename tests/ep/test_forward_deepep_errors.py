@@ -65,6 +65,12 @@ def test_experts_that_are_no_layer(monkeypatch):
         attempt(monkeypatch, experts=torch.nn.Linear(2, 2))
 
 
+def test_a_path_that_is_none():
+    block = SharedExpertMoEBlock(FixedGate(IDS, WEIGHTS), WHOLE.fused(LAYOUT, 0))
+    with pytest.raises(TypeError, match="path: expected an ExpertParallelPath, got NoneType"):
+        block.forward_deepep(random(5, 3, H), None)
+
+
 def test_an_expander_goes_with_fused_shared_experts(monkeypatch):
     with pytest.raises(ValueError, match=r"expand: expected one, .*True, got no expander"):
         attempt(monkeypatch, expand=None)

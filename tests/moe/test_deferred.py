@@ -235,6 +235,8 @@ def test_finalize_output_takes_a_finished_tensor():
     x, shared = torch.randn(3, 4), torch.randn(3, 4)
     assert finalize_output(x) is x
     assert torch.equal(finalize_output(x, shared), x + shared)
+    with pytest.raises(TypeError, match=r"output: expected a Tensor or a Deferred.*, got tuple"):
+        finalize_output((x, shared))
 
 
 def test_finalize_output_does_not_broadcast():

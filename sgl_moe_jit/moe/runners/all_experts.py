@@ -83,7 +83,7 @@ def expert_rows(
 
     x = hidden_states.expand(num_experts, -1, -1)
     hidden = multiply(x, weights.up_as_input_major(), weights.up_bias)
-    hidden = silu_and_mul(hidden) if fused_activation else weights.activation(hidden).to(dtype)
+    hidden = silu_and_mul(hidden) if fused_activation else weights.activate(hidden).to(dtype)
     hidden = hidden.view(num_experts, num_tokens, -1)
     rows = multiply(hidden, weights.down_as_input_major(), weights.down_bias)
     if weights.post_expert_norm is not None:

@@ -133,7 +133,7 @@ class GroupedMMRunner:
         if self._fused_activation:
             hidden = silu_and_mul(up_out)
         else:
-            hidden = clean(weights.activation(clean(up_out)).to(dtype))
+            hidden = clean(weights.activate(clean(up_out)).to(dtype))
         del up_out
         rows = add_bias(self._gemms.down(hidden, expert_offsets), weights.down_bias)
         if weights.post_expert_norm is not None:
@@ -153,7 +153,7 @@ class GroupedMMRunner:
             rows = x @ weights.up_as_input_major()[0]
         if weights.up_bias is not None:
             rows = rows + weights.up_bias[0].to(rows.dtype)
-        hidden = weights.activation(rows).to(x.dtype)
+        hidden = weights.activate(rows).to(x.dtype)
         with autocast_off(x.device.type):
             rows = hidden @ weights.down_as_input_major()[0]
         if weights.down_bias is not None:

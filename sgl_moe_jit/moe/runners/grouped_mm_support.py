@@ -54,7 +54,7 @@ def supports(config: RunnerConfig) -> Support:
     if not hasattr(torch.nn.functional, "grouped_mm"):
         return no(f"torch {torch.__version__} has no torch.nn.functional.grouped_mm; needs 2.10")
     if config.dtype not in DTYPES:
-        return no(f"dtype: needs bfloat16 or float32 (the finalize's), got {_name(config.dtype)}")
+        return no(f"dtype: needs bfloat16 or float32, got {_name(config.dtype)}")
     item = config.dtype.itemsize
     aligned = config.hidden_dim * item % 16 == 0 and config.intermediate_dim * item % 16 == 0
     if not (config.aligned_16_bytes and aligned):

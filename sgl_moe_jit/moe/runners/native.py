@@ -57,7 +57,7 @@ def _expert_rows(weights: ExpertWeights, expert: int, x: Tensor) -> Tensor:
     if weights.quantization is not Quantization.NONE:
         up_scale = weights.up_scale_by_row()[expert]
         down_scale = weights.down_scale_by_row()[expert]
-    hidden = weights.activation(_linear(x, up, up_bias, up_scale))
+    hidden = weights.activate(_linear(x, up, up_bias, up_scale))
     if down.dtype == torch.float16 and weights.post_expert_norm is None:
         # A row may pass 65504 before its weight makes it small; see _sum_dtype.
         hidden, down = hidden.float(), down.float()
@@ -81,7 +81,7 @@ def _supports(config: RunnerConfig) -> Support:
 
 def _deferral(config: RunnerConfig, topk_format: TopKFormat) -> Support:
     if config.dtype not in _DEFERRABLE:
-        return Support(False, f"dtype: the fused op takes bfloat16 and float32, got {config.dtype}")
+        return Support(False, f"dtype: deferred are bfloat16 and float32, got {config.dtype}")
     if config.device.type not in ("cpu", "cuda"):
         return Support(False, f"device: the fused op needs cpu or cuda, got {config.device.type}")
     return Support(True)
