@@ -4,23 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sgl_moe_jit import env
-from sgl_moe_jit.jit import (
-    BuildSpec,
-    CudaArch,
-    KernelFamily,
-    cache_once,
-    current_arch,
-    load_spec,
-    make_spec,
-    register_family,
-)
+from sgl_moe_jit.jit import cache_once, current_arch, load_spec
 from sgl_moe_jit.ops import ep_topk
 from sgl_moe_jit.ops.cpu_threads import cpu_workers
 from sgl_moe_jit.ops.library import (
@@ -30,40 +20,24 @@ from sgl_moe_jit.ops.library import (
     library,
     refuse_functional_gradients,
 )
+from sgl_moe_jit.ops.single_module import register_single
 
 OP = "expand_topk_with_shared_expert"
 COUNT_OP = "count_tokens_per_rank"
 
 
-def _cuda_spec(arch: CudaArch) -> BuildSpec:
-    return make_spec(
-        ("expand_topk",),
-        cuda_files=["moe/expand_topk.cu"],
-        cpp_files=["moe/expand_topk_binding.cc"],
-        arch=arch,
-    )
-
-
-def _cpu_spec() -> BuildSpec:
-    return make_spec(("expand_topk", "cpu"), cpp_files=["moe/expand_topk_cpu.cc"])
-
-
-def _all_cuda_specs(arch: CudaArch) -> Iterator[BuildSpec]:
-    yield _cuda_spec(arch)
-
-
-register_family(KernelFamily(OP, _all_cuda_specs, lambda: iter([_cpu_spec()])))
+_MODULE = register_single(OP, "expand_topk")
 
 
 @cache_once
 def _cpu_module() -> Any:
-    return load_spec(_cpu_spec())
+    return load_spec(_MODULE.cpu())
 
 
 @cache_once
 def _cuda_module(device_index: int, /) -> Any:
     arch = current_arch(device_index)
-    return load_spec(_cuda_spec(arch)), arch.supports_pdl
+    return load_spec(_MODULE.cuda(arch)), arch.supports_pdl
 
 
 def _functional(

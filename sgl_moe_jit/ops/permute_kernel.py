@@ -5,24 +5,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sgl_moe_jit import env
-from sgl_moe_jit.jit import (
-    BuildSpec,
-    CudaArch,
-    KernelFamily,
-    cache_once,
-    current_arch,
-    load_spec,
-    make_spec,
-    register_family,
-)
+from sgl_moe_jit.jit import cache_once, current_arch, load_spec
 from sgl_moe_jit.ops.cpu_threads import cpu_workers
+from sgl_moe_jit.ops.single_module import register_single
 
 OP = "moe_permute"
 
@@ -57,35 +48,18 @@ _CHUNK_SLOTS = 256
 _MAX_CHUNKS = 2048
 
 
-def _cuda_spec(arch: CudaArch) -> BuildSpec:
-    return make_spec(
-        ("permute",),
-        cuda_files=["moe/permute.cu"],
-        cpp_files=["moe/permute_binding.cc"],
-        arch=arch,
-    )
-
-
-def _cpu_spec() -> BuildSpec:
-    return make_spec(("permute", "cpu"), cpp_files=["moe/permute_cpu.cc"])
-
-
-def _all_cuda_specs(arch: CudaArch) -> Iterator[BuildSpec]:
-    yield _cuda_spec(arch)
-
-
-register_family(KernelFamily(OP, _all_cuda_specs, lambda: iter([_cpu_spec()])))
+_MODULE = register_single(OP, "permute")
 
 
 @cache_once
 def _cpu_kernel() -> Any:
-    return load_spec(_cpu_spec()).moe_permute
+    return load_spec(_MODULE.cpu()).moe_permute
 
 
 @cache_once
 def _cuda_kernel(device_index: int, /) -> Any:
     arch = current_arch(device_index)
-    return load_spec(_cuda_spec(arch)).moe_permute, arch.supports_pdl
+    return load_spec(_MODULE.cuda(arch)).moe_permute, arch.supports_pdl
 
 
 def choose_path(num_slots: int, num_experts: int, top_k: int) -> PermutePath:

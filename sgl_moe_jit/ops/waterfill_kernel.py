@@ -5,25 +5,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sgl_moe_jit import env
-from sgl_moe_jit.jit import (
-    BuildSpec,
-    CudaArch,
-    KernelFamily,
-    cache_once,
-    current_arch,
-    load_spec,
-    make_spec,
-    register_family,
-)
+from sgl_moe_jit.jit import cache_once, current_arch, load_spec
 from sgl_moe_jit.ops import ep_topk
 from sgl_moe_jit.ops.cpu_threads import cpu_workers
+from sgl_moe_jit.ops.single_module import register_single
 
 OP = "waterfill_topk_with_shared_expert"
 
@@ -50,35 +41,18 @@ _ONE_BLOCK_IDS = 8192
 _PLAN_ITEMS = 6 + 2 * ep_topk.MAX_RANKS + 1
 
 
-def _cuda_spec(arch: CudaArch) -> BuildSpec:
-    return make_spec(
-        ("waterfill",),
-        cuda_files=["moe/waterfill.cu"],
-        cpp_files=["moe/waterfill_binding.cc"],
-        arch=arch,
-    )
-
-
-def _cpu_spec() -> BuildSpec:
-    return make_spec(("waterfill", "cpu"), cpp_files=["moe/waterfill_cpu.cc"])
-
-
-def _all_cuda_specs(arch: CudaArch) -> Iterator[BuildSpec]:
-    yield _cuda_spec(arch)
-
-
-register_family(KernelFamily(OP, _all_cuda_specs, lambda: iter([_cpu_spec()])))
+_MODULE = register_single(OP, "waterfill")
 
 
 @cache_once
 def _cpu_kernel() -> Any:
-    return load_spec(_cpu_spec()).waterfill_topk
+    return load_spec(_MODULE.cpu()).waterfill_topk
 
 
 @cache_once
 def _cuda_kernel(device_index: int, /) -> Any:
     arch = current_arch(device_index)
-    return load_spec(_cuda_spec(arch)).waterfill_topk, arch.supports_pdl
+    return load_spec(_MODULE.cuda(arch)).waterfill_topk, arch.supports_pdl
 
 
 def can_take_one_launch(num_tokens: int, top_k: int, mode: str) -> bool:

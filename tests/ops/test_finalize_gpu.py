@@ -3,12 +3,11 @@
 """What only a GPU can show: CUDA and CPU bits, graphs, streams, devices, PDL."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from sgl_moe_jit.jit import current_arch, load_jit, load_spec, parallel
+from sgl_moe_jit.jit import current_arch, load_spec, parallel
 from sgl_moe_jit.ops.finalize_kernel import (
     CPP_TYPES,
     UNROLLED_TOP_K,
@@ -205,18 +204,6 @@ def test_tensors_on_another_device_than_the_current_one():
 def test_the_device_guard_leaves_the_current_device():
     make(4, 8, 64, device="cuda").run()
     assert torch.cuda.current_device() == 0
-
-
-@pytest.fixture(scope="module")
-def pdl():
-    return load_jit(
-        "pdl_test",
-        cuda_files=[Path(__file__).with_name("pdl_producer.cuh")],
-        cuda_wrappers=[
-            ("produce_late", "pdl_test::produce_late"),
-            ("consume", "pdl_test::consume"),
-        ],
-    )
 
 
 @field_report("M10")

@@ -2,12 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """PDL of the finalize-norm kernels: nothing is read before a predecessor has written it."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from sgl_moe_jit.jit import load_jit
 from tests.ops.finalize_norm_cases import F32, assert_same_bits, make
 
 pytestmark = [
@@ -24,18 +21,6 @@ PATHS = [(2, 2048), (20, 2048), (30, 2048), (70, 2048), (140, 2048)]
 PATHS += [(100, 4104), (280, 4104), (100, 7176), (2, 516), (2, 515)]
 INPUTS = ("gemm2_out", "idx", "weights", "shared", "gate", "residual", "norm_weight")
 RUNS = 15  # times 70 parameter sets: 1000 runs
-
-
-@pytest.fixture(scope="module")
-def pdl():
-    return load_jit(
-        "pdl_test",
-        cuda_files=[Path(__file__).with_name("pdl_producer.cuh")],
-        cuda_wrappers=[
-            ("produce_late", "pdl_test::produce_late"),
-            ("consume", "pdl_test::consume"),
-        ],
-    )
 
 
 @pytest.mark.field_report("M10")

@@ -2,12 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every path of moe_permute on a GPU: the CPU op's bits, graphs, and programmatic launches."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from sgl_moe_jit.jit import load_jit
 from sgl_moe_jit.ops import moe_permute
 from sgl_moe_jit.ops.permute import permute_on
 from sgl_moe_jit.ops.permute_kernel import PermutePath, launch
@@ -133,18 +130,6 @@ def test_capture_and_replay_with_changed_inputs(path, alignment, pdl, num_tokens
         got[2].fill_(-7)
         graph.replay()
         assert_same(got, moe_permute(new_hidden, new_ids, 60, alignment=alignment), f"{seed}")
-
-
-@pytest.fixture(scope="module")
-def pdl():
-    return load_jit(
-        "pdl_test",
-        cuda_files=[Path(__file__).with_name("pdl_producer.cuh")],
-        cuda_wrappers=[
-            ("produce_late", "pdl_test::produce_late"),
-            ("consume", "pdl_test::consume"),
-        ],
-    )
 
 
 needs_pdl = pytest.mark.skipif(
