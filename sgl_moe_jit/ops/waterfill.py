@@ -221,7 +221,7 @@ def waterfill_topk_with_shared_expert(
     Counts that do not agree with the ids give an unlevel choice, never an id that is no slot.
     Gradients flow to ``topk_weights``.
 
-    Cost: one launch up to 1024 rows and 8192 ids (256 rows in ``exact_restricted``), else three;
+    Cost: one launch up to 768 rows and 8192 ids (256 rows in ``exact_restricted``), else three;
     some 20 integer operations an id, and ``exact_restricted`` 256 dependent steps a chunk.
     Source: include/sgl_moe_jit/moe/waterfill.cuh, csrc/moe/waterfill_cpu.cc.
     Reference: sgl_moe_jit.ops.reference_waterfill.
