@@ -34,6 +34,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
+    # Those that look into the compiled batches last: all others run while these are compiled.
+    items.sort(key=lambda item: "builds" in item.fixturenames)
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         if "gpu" in item.keywords and devices == 0:
