@@ -97,8 +97,7 @@ __device__ __forceinline__ void load_row(Vector<T, kSize>& v, const void* base, 
         : "memory");
   } else if constexpr (kBytes == 4) {
     asm volatile(
-        "{ .reg .pred p; .reg .u64 a; mul.wide.u32 a, %1, %2; add.u64 a, a, %3; setp.ge.s32 p, %1, "
-        "0;"
+        "{ .reg .pred p; .reg .u64 a; mad.wide.u32 a, %1, %2, %3; setp.ge.s32 p, %1, 0;"
         " @p ld.global.u32 %0, [a]; }"
         : "+r"(v.raw)
         : "r"(row), "r"(stride_bytes), "l"(base)
