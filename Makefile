@@ -25,7 +25,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m sgl_moe_jit demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

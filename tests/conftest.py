@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The sgl_moe_jit authors
 # SPDX-License-Identifier: Apache-2.0
-"""For every test: an empty kernel cache of this session's own, a seed, and reasons for skips."""
+"""For every test: an empty kernel cache of this run's own, a seed, and reasons for skips."""
 
 from __future__ import annotations
 
@@ -12,19 +12,32 @@ import tempfile
 import pytest
 import torch
 
-# Before any test module is imported, and in the environment, so that child processes share it.
-# SGL_MOE_JIT_TEST_CACHE_DIR names one to use and to keep instead: on a GPU machine, filled ahead
-# by `python -m sgl_moe_jit compile`, it saves minutes of compiling.
-_GIVEN = os.environ.get("SGL_MOE_JIT_TEST_CACHE_DIR")
-_CACHE = _GIVEN or tempfile.mkdtemp(prefix="sgl_moe_jit-tests-")
-os.environ["SGL_MOE_JIT_CACHE_DIR"] = _CACHE
+from tests.scratch import SCRATCH_VARIABLE
 
-torch.set_num_threads(min(4, len(os.sched_getaffinity(0))))
+# Before any test module is imported, and in the environment, so that child processes share it, and
+# with them the processes of `pytest -n`.
+# SGL_MOE_JIT_TEST_CACHE_DIR names a cache to use and to keep instead: on a GPU machine, filled
+# ahead by `python -m sgl_moe_jit compile`, it saves minutes of compiling.
+_IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if not _IS_WORKER:
+    _SCRATCH = os.environ[SCRATCH_VARIABLE] = tempfile.mkdtemp(prefix="sgl_moe_jit-tests-")
+    _GIVEN = os.environ.get("SGL_MOE_JIT_TEST_CACHE_DIR")
+    os.environ["SGL_MOE_JIT_CACHE_DIR"] = _GIVEN or f"{_SCRATCH}/cache"
+
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_CORES = len(os.sched_getaffinity(0))
+torch.set_num_threads(max(1, min(4, _CORES // _WORKERS)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """For ``pytest -n auto``: tests keep one core each busy; those on a GPU are not to share it."""
+    return 0 if torch.cuda.is_available() else min(4, _CORES)
 
 
 def pytest_unconfigure():
-    if not _GIVEN:
-        shutil.rmtree(_CACHE, ignore_errors=True)
+    if not _IS_WORKER:
+        shutil.rmtree(_SCRATCH, ignore_errors=True)
 
 
 def pytest_addoption(parser):
@@ -35,7 +48,7 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(items):
     # Those that look into the compiled batches last: all others run while these are compiled.
-    items.sort(key=lambda item: "builds" in item.fixturenames)
+    items.sort(key=lambda item: "batch_builds" in item.fixturenames)
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         if "gpu" in item.keywords and devices == 0:

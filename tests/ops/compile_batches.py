@@ -11,6 +11,9 @@ and 53 s in sixteen: AMD EPYC, nvcc 13.0, 2026-11-29, `os.times` around `call_nv
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import pickle
 import re
 import shutil
 import subprocess
@@ -113,24 +116,36 @@ def compile_batch(nvcc: Path, batch: Batch, folder: Path) -> list[Call]:
 
 
 class Builds:
-    """Compiles batches in the background, as many at a time as there are cores.
+    """Compiles batches in the background, each in one of the processes that have the same folder.
 
-    Attributes:
-        folder: Where; to be removed after :meth:`close`.
+    Args:
+        folder: Where; made if it is not there, to be removed after :meth:`close` by its owner.
+        processes: How many have it. Together they compile as many batches at a time as there are
+            cores.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, processes: int = 1) -> None:
         self._nvcc = toolchain.require_cuda_toolkit().nvcc
-        self.folder = folder
-        self._pool = ThreadPoolExecutor(parallel.max_jobs())
+        self._folder = folder
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._pool = ThreadPoolExecutor(max(1, parallel.max_jobs() // processes))
         self._futures: dict[Batch, Future[list[Call]]] = {}
 
     def start(self, batches: Iterable[Batch]) -> None:
         """Begin with batches, unless that was done before."""
         for batch in batches:
             if batch not in self._futures:
-                folder = self.folder / str(len(self._futures))
-                self._futures[batch] = self._pool.submit(compile_batch, self._nvcc, batch, folder)
+                self._futures[batch] = self._pool.submit(self._compile_once, batch)
+
+    def _compile_once(self, batch: Batch) -> list[Call]:
+        folder = self._folder / hashlib.sha256(repr(batch).encode()).hexdigest()[:16]
+        results = folder.with_suffix(".pickle")
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            if not results.exists():
+                calls = compile_batch(self._nvcc, batch, folder)
+                results.write_bytes(pickle.dumps(calls))
+            return pickle.loads(results.read_bytes())
 
     def calls(self, *batches: Batch) -> list[Call]:
         """Return the calls of batches, when they are done."""

@@ -4,15 +4,12 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from pathlib import Path
-
 import pytest
 
 from sgl_moe_jit.jit import toolchain
 from tests.ops.compile_batches import Builds
 from tests.ops.compile_variants import all_batches
+from tests.scratch import scratch_dir
 
 _BUILDS = pytest.StashKey[Builds]()
 
@@ -20,26 +17,29 @@ _BUILDS = pytest.StashKey[Builds]()
 def pytest_collection_finish(session):
     """Start the batches of the selected tests, behind the tests that run until they are asked for.
 
-    Tests keep one core busy, and all batches take as long as all tests: side by side they take half
-    of the time.
+    Side by side with all other tests, whose processes share the batches between them.
     """
-    tests = [item for item in session.items if "builds" in item.fixturenames]
-    if not tests or session.config.option.collectonly or toolchain.locate_nvcc() is None:
+    config = session.config
+    tests = [item for item in session.items if "batch_builds" in item.fixturenames]
+    if not tests or config.option.collectonly or toolchain.locate_nvcc() is None:
         return
     selected = [item.callspec.params.get("batch") for item in tests if hasattr(item, "callspec")]
-    builds = Builds(Path(tempfile.mkdtemp(prefix="sgl_moe_jit-batches-")))
-    builds.start(batch for batch in all_batches() if batch in selected)
-    session.config.stash[_BUILDS] = builds
+    worker = getattr(config, "workerinput", {"workerid": "gw0", "workercount": 1})
+    builds = Builds(scratch_dir() / "batches", worker["workercount"])
+    batches = [batch for batch in all_batches() if batch in selected]
+    # From another place each, so that they meet late.
+    first = int(worker["workerid"].removeprefix("gw")) * len(batches) // worker["workercount"]
+    builds.start(batches[first:] + batches[:first])
+    config.stash[_BUILDS] = builds
 
 
 def pytest_sessionfinish(session):
     builds = session.config.stash.get(_BUILDS, None)
     if builds is not None:
         builds.close()
-        shutil.rmtree(builds.folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
-def builds(request) -> Builds:
+def batch_builds(request) -> Builds:
     """Batches under way; a test waits for those that it asks for."""
     return request.config.stash[_BUILDS]

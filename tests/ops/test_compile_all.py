@@ -33,8 +33,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("batch", all_batches(), ids=batch_id)
-def test_a_batch_compiles_without_spills_or_warnings(builds, record_property, batch):
-    calls = builds.calls(batch)
+def test_a_batch_compiles_without_spills_or_warnings(batch_builds, record_property, batch):
+    calls = batch_builds.calls(batch)
     for call in calls:
         assert call.status == 0, f"{batch_id(call.batch)}:\n{call.messages}"
     kernels = [kernel for call in calls for kernel in reported_kernels(call)]
@@ -49,10 +49,12 @@ def test_a_batch_compiles_without_spills_or_warnings(builds, record_property, ba
     record_property("max_registers", max(kernel.registers for kernel in kernels))
 
 
-def test_a_source_with_many_variants_is_compiled_in_batches(builds):
+def test_a_source_with_many_variants_is_compiled_in_batches(batch_builds):
     # Or CI would take several times as long; compile_batches.py has the times.
     for batch in all_batches():
-        assert len(builds.calls(batch)) == 1, f"{batch_id(batch)}: one call for all of it failed"
+        assert len(batch_builds.calls(batch)) == 1, (
+            f"{batch_id(batch)}: one call for all of it failed"
+        )
     by_source: dict[Path, list[Variant]] = {}
     for batch in all_batches():
         by_source.setdefault(batch[0].source, []).extend(batch)
@@ -76,12 +78,12 @@ def test_a_whole_module_builds_and_loads(spec):
 
 
 @pytest.mark.parametrize("spec", ends_of_families())
-def test_a_batch_holds_the_kernels_of_a_call_of_its_own(builds, tmp_path, spec):
+def test_a_batch_holds_the_kernels_of_a_call_of_its_own(batch_builds, tmp_path, spec):
     batched = {
         kernel.symbol: kernel
         for batch in all_batches()
         if spec.arch in batch[0].archs and any(v.label == spec.label for v in batch)
-        for call in builds.calls(batch)
+        for call in batch_builds.calls(batch)
         for kernel in reported_kernels(call)
         if kernel.arch == spec.arch.name
     }

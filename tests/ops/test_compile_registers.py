@@ -48,11 +48,11 @@ def shortened(lines: list[str], most: int = 30) -> str:
 
 
 @needs_nvcc
-def test_no_kernel_takes_more_registers_than_recorded(builds, record_property):
+def test_no_kernel_takes_more_registers_than_recorded(batch_builds, record_property):
     compiler, recorded = compile_report.read_text(compile_report.FILE.read_text(encoding="utf-8"))
     if compiler != compile_report.release():
         pytest.skip(f"recorded with nvcc {compiler}, this is nvcc {compile_report.release()}")
-    kernels = {place_of(k): k for k in of_target(builds.calls(*all_batches()), ARCH.name)}
+    kernels = {place_of(k): k for k in of_target(batch_builds.calls(*all_batches()), ARCH.name)}
     now = compile_report.entries(kernels.values())
     unknown = [" ".join(place) for place in sorted(now.keys() ^ recorded.keys())]
     assert not unknown, f"not in both, file and registry; run {COMMAND}:\n{shortened(unknown)}"

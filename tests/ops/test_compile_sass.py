@@ -48,8 +48,10 @@ def batches_of_the_target() -> list[object]:
 
 
 @pytest.mark.parametrize("batch", batches_of_the_target())
-def test_kernels_wait_and_move_whole_vectors(cuobjdump, builds, record_property, batch):
-    inspected = [pair for call in builds.calls(batch) for pair in kernels_and_code(cuobjdump, call)]
+def test_kernels_wait_and_move_whole_vectors(cuobjdump, batch_builds, record_property, batch):
+    inspected = [
+        pair for call in batch_builds.calls(batch) for pair in kernels_and_code(cuobjdump, call)
+    ]
     assert inspected
     found = [f"{k.label}: {text}" for k, code in inspected for text in complaints(k, code)]
     assert not found, "\n".join(found)
@@ -59,10 +61,12 @@ def test_kernels_wait_and_move_whole_vectors(cuobjdump, builds, record_property,
     record_property("with_vectors", len(wide))
 
 
-def test_finalize_has_kernels_of_both_widths(cuobjdump, builds):
+def test_finalize_has_kernels_of_both_widths(cuobjdump, batch_builds):
     found = {
         kernel.access_bytes
-        for call in builds.calls(*(b for b in all_batches() if b[0].source.name == "finalize.cu"))
+        for call in batch_builds.calls(
+            *(b for b in all_batches() if b[0].source.name == "finalize.cu")
+        )
         for kernel, _ in kernels_and_code(cuobjdump, call)
         if "rows_in_flight" in kernel.args
     }
