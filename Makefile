@@ -40,8 +40,8 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m sgl_moe_jit bench
 
 test-floor: $(VENV)/.floor
-	PYTHONPATH=$(CURDIR)/$(VENV)/floor-tvm-ffi $(BIN)/python -m pytest tests/jit tests/ops
-	PYTHONPATH=$(CURDIR)/$(VENV)/floor-transformers $(BIN)/python -m pytest tests/integrations
+	PYTHONPATH=$(CURDIR)/$(VENV)/floor-tvm-ffi $(BIN)/python -m pytest -n auto tests/jit tests/ops
+	PYTHONPATH=$(CURDIR)/$(VENV)/floor-transformers $(BIN)/python -m pytest -n auto tests/integrations
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

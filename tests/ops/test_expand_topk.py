@@ -54,6 +54,23 @@ def test_layout_vectors(layout):
     assert sent == set(range(layout["total"]))  # each slot once
 
 
+# A multiplication stands for the division by L where its quotient is right for every id. One expert
+# a rank; powers of two and not; a rank as large as the factor is right for; one too large for it.
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("experts", "ranks"),
+    [(512, 512), (256, 32), (384, 72 // 3), (999, 37), (65536, 1), (131072, 2), (300_000, 2)],
+)
+def test_every_expert_is_sent_to_its_owner(experts, ranks, device):
+    ids = torch.arange(experts, device=device).unsqueeze(1)
+    weights = torch.ones(experts, 1, device=device)
+    out, _ = expand(ids, weights, experts, ranks, ranks - 1)
+    assert torch.equal(out[:, 0].cpu(), ids[:, 0].cpu() + ids[:, 0].cpu() // (experts // ranks))
+    counts, tokens = count_tokens_per_rank(ids, experts, ranks, 0)
+    assert counts.tolist() == [experts // ranks] * ranks
+    assert tokens.tolist() == [experts] + [0] * (ranks - 1)
+
+
 # Nothing; one; some; many ranks. W no power of two, one expert a rank, as many as the limit allows.
 @pytest.mark.parametrize("num_tokens", [0, 1, 70])
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ inline EpTopkParams check_topk_ids(const host::TensorView& topk_ids,
   p.num_experts = static_cast<int32_t>(shape.num_experts);
   p.num_ranks = static_cast<int32_t>(shape.num_ranks);
   p.experts_a_rank = p.num_experts / p.num_ranks;
+  p.by_experts = divisor_of(p.experts_a_rank, p.num_experts);
   p.num_shared = static_cast<int32_t>(shape.num_shared);
   p.source_rank = static_cast<int32_t>(shape.source_rank);
   return p;

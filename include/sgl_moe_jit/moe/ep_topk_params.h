@@ -29,6 +29,28 @@ namespace moe {
 // A block has a thread and a counter a rank (moe/waterfill.cuh).
 constexpr int kMaxRanks = 512;
 
+// Division of numbers up to a largest one by a divisor that the host knows: a multiplication
+// instead of some 20 instructions, of which one block of a thousand threads feels each.
+struct Divisor {
+  uint32_t value;
+  uint32_t factor;  // 2^32 / value, rounded up; 0: divide
+};
+
+// Rounding the factor up adds below value to each number's product, so that quotients up to
+// 2^32 / (value - 1) stay right.
+inline Divisor divisor_of(int64_t value, int64_t largest) {
+  const auto divisor = static_cast<uint64_t>(value);
+  const bool is_right = value > 1 && static_cast<uint64_t>(largest) * (divisor - 1) < uint64_t{1}
+                                                                                          << 32;
+  const uint64_t factor = is_right ? ((uint64_t{1} << 32) + divisor - 1) / divisor : 0;
+  return {static_cast<uint32_t>(divisor), static_cast<uint32_t>(factor)};
+}
+
+SMJ_HOST_DEVICE inline uint32_t divide(uint32_t number, Divisor by) {
+  const auto quotient = static_cast<uint32_t>(uint64_t{number} * by.factor >> 32);
+  return by.factor != 0 ? quotient : number / by.value;
+}
+
 struct EpTopkParams {
   void* out_ids;             // [N, K + S], type of topk_ids; nullptr where only counts are wanted
   void* out_weights;         // [N, K + S], type of topk_weights
@@ -40,6 +62,7 @@ struct EpTopkParams {
   int32_t num_experts;       // E, a multiple of W
   int32_t num_ranks;         // W, 1 to kMaxRanks
   int32_t experts_a_rank;    // L
+  Divisor by_experts;        // by L, ids below E
   int32_t num_shared;        // S
   int32_t source_rank;       // of these tokens, the home of their shared expert
   uint32_t shared_weight;    // its bits in the type of topk_weights
@@ -57,10 +80,10 @@ SMJ_HOST_DEVICE inline int64_t num_valid_rows(const EpTopkParams& p) {
 }
 
 // Rank of an expert >= 0. One that there is not, at or above E, counts for the last rank.
-SMJ_HOST_DEVICE inline int32_t owner_of(const EpTopkParams& p, int64_t expert) {
+template <typename Id>
+SMJ_HOST_DEVICE inline int32_t owner_of(const EpTopkParams& p, Id expert) {
   if (expert >= p.num_experts) return p.num_ranks - 1;
-  return static_cast<int32_t>(static_cast<uint32_t>(expert) /
-                              static_cast<uint32_t>(p.experts_a_rank));
+  return static_cast<int32_t>(divide(static_cast<uint32_t>(expert), p.by_experts));
 }
 
 // Where an id is sent. One at or above E stays at or above the E + W * S slots there are, in its

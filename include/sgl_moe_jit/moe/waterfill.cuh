@@ -82,7 +82,7 @@ __device__ __forceinline__ void read_rows(const WaterfillParams& p, uint32_t fir
     for (int j = 0; j < kIdsAhead; ++j) {
       const uint32_t slot = base + j * kWaterfillThreads;
       if (slot >= num_ids) break;
-      const uint32_t row = slot / top_k;
+      const uint32_t row = divide(slot, p.by_top_k);
       const Id routed = row < valid ? id[j] : Id{-1};
       if (routed >= 0) {
         const uint32_t rank = static_cast<uint32_t>(owner_of(topk, routed));
@@ -99,14 +99,19 @@ __device__ __forceinline__ void read_rows(const WaterfillParams& p, uint32_t fir
   }
 }
 
-// By the first warp: live rows before each 32, and all of them.
-__device__ __forceinline__ uint32_t scan_live_rows(RowsShared& shared) {
+// A lane's share of the block's live rows: of 32 rows, by any whole warp.
+__device__ __forceinline__ uint32_t live_rows_of_lane(const RowsShared& shared) {
   static_assert(kOneBlockRows == kWarp * kWarp, "a lane counts 32 rows");
   const uint32_t* bytes = shared.live_bytes + lane_of() * (kWarp / 4);
   uint32_t live = 0;
 #pragma unroll
   for (int i = 0; i < kWarp / 4; ++i) live += static_cast<uint32_t>(__popc(bytes[i]));
-  const uint32_t inclusive = warp_inclusive_scan(live);
+  return live;
+}
+
+// By one warp: live rows before each 32, and all of them.
+__device__ __forceinline__ uint32_t scan_live_rows(RowsShared& shared) {
+  const uint32_t live = live_rows_of_lane(shared), inclusive = warp_inclusive_scan(live);
   shared.live_before[lane_of()] = inclusive - live;
   if (lane_of() == kWarp - 1) shared.live_rows = inclusive;
   return __shfl_sync(kAllLanes, inclusive, kWarp - 1);
@@ -255,9 +260,11 @@ __global__ void __launch_bounds__(kWaterfillThreads)
   device::pdl_launch_dependents();
   read_rows<Id, Weight, true>(p, 0, num_rows, shared);
   __syncthreads();
+  // The first warp needs their number at once; what is before each of them, nobody before the plan.
   uint32_t live_rows = 0;
-  if (threadIdx.x < kWarp) live_rows = scan_live_rows(shared);
-  make_plan(p, shared.counts, live_rows, shared.plan);
+  if (threadIdx.x < kWarp) live_rows = __reduce_add_sync(kAllLanes, live_rows_of_lane(shared));
+  make_plan<true>(p, shared.counts, live_rows, shared.plan);
+  if (threadIdx.x / kWarp == 1) scan_live_rows(shared);
   __syncthreads();
   if (p.mode == WaterfillMode::kRestricted) {
     choose_restricted(p, 0, shared);

@@ -4,6 +4,8 @@
 // moe/waterfill_checks.h: from the caller's tensors to WaterfillParams, or a clear error.
 #pragma once
 
+#include <algorithm>
+
 #include "sgl_moe_jit/moe/ep_topk_checks.h"
 #include "sgl_moe_jit/moe/waterfill_params.h"
 
@@ -35,6 +37,7 @@ inline WaterfillParams check_waterfill(const EpTopkParams& topk, DLDevice device
   p.topk = topk;
   p.global_counts = check_counts("global_counts", global_counts, topk, device);
   p.tokens_per_rank = check_counts("tokens_per_rank", tokens_per_rank, topk, device);
+  p.by_top_k = divisor_of(topk.top_k, std::max(kOneBlockIds, kChunkRows * int64_t{topk.top_k}));
   p.mode = static_cast<WaterfillMode>(mode);
   p.remainder_start = static_cast<int32_t>(remainder_start);
   return p;

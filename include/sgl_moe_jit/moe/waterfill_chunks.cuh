@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kWaterfillThreads)
     }
   }
   __syncthreads();
-  make_plan(p, counts, live_rows, shared);
+  make_plan<false>(p, counts, live_rows, shared);
   __syncthreads();
   const auto* plan = reinterpret_cast<const int64_t*>(&shared.plan);
   constexpr int kItems = sizeof(WaterfillPlan) / sizeof(int64_t);

@@ -36,6 +36,7 @@ struct WaterfillParams {
   const int64_t* tokens_per_rank;  // [W] tokens of each source; nullptr likewise
   int64_t* plan;                   // a WaterfillPlan, between kernels
   int32_t* chunk_counts;           // [chunks, W + 1] pairs a rank, then live rows; likewise
+  Divisor by_top_k;                // by K, slots of a block's rows
   WaterfillMode mode;
   int32_t remainder_start;  // first rank to get one of the tokens that do not divide
 };

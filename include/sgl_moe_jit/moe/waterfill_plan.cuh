@@ -22,6 +22,10 @@ struct PlanShared {
 
 __device__ __forceinline__ int lane_of() { return threadIdx.x % kWarp; }
 
+__device__ __forceinline__ int32_t warp_sum(int32_t value) {
+  return __reduce_add_sync(kAllLanes, value);
+}
+
 // Three sums of at most 26 bits a lane, by the instruction that has 32: shuffles of 64 bits take
 // four times as long, and a plan is a chain of such sums.
 __device__ __forceinline__ int64_t warp_sum(int64_t value) {
@@ -83,41 +87,46 @@ __device__ __forceinline__ int64_t tokens_of(const WaterfillParams& p, int rank,
 }
 
 // By the whole block: marks the ranks whose load the tokens reach if they fill all lower ones up to
-// it. A warp a rank.
+// it. A warp a rank. Int: as of plan_exact.
+template <typename Int>
 __device__ __forceinline__ void mark_filled(int num_ranks, PlanShared& shared) {
   const WaterfillPlan& plan = shared.plan;
   for (int rank = threadIdx.x / kWarp; rank < num_ranks; rank += kWaterfillThreads / kWarp) {
-    const int64_t load = plan.load[rank];
-    int64_t room = 0;
+    const auto load = static_cast<Int>(plan.load[rank]);
+    Int room = 0;
     for_each_rank(num_ranks, [&](int r) {
-      if (r < num_ranks) room += max(load - plan.load[r], int64_t{0});
+      if (r < num_ranks) room += max(load - static_cast<Int>(plan.load[r]), Int{0});
     });
     room = warp_sum(room);
-    if (lane_of() == 0) shared.is_filled[rank] = room <= plan.all_tokens;
+    if (lane_of() == 0) shared.is_filled[rank] = room <= static_cast<Int>(plan.all_tokens);
   }
 }
 
-// By the first warp, after mark_filled.
+// By the first warp, after mark_filled. Int holds loads, tokens and their sums over the ranks:
+// int32_t when all of them are this source's own few rows, of which no other source has any.
+template <typename Int>
 __device__ __forceinline__ void plan_exact(const WaterfillParams& p, PlanShared& shared) {
+  constexpr bool kOwn = sizeof(Int) == sizeof(int32_t);
   WaterfillPlan& plan = shared.plan;
   const int num_ranks = p.topk.num_ranks, source = p.topk.source_rank;
   const auto is_filled = [&](int r) { return r < num_ranks && shared.is_filled[r] != 0; };
   int filled = 0;
-  int64_t sum = 0;
+  Int sum = 0;
   for_each_rank(num_ranks, [&](int r) {
     filled += __popc(__ballot_sync(kAllLanes, is_filled(r)));
-    if (is_filled(r)) sum += plan.load[r];
+    if (is_filled(r)) sum += static_cast<Int>(plan.load[r]);
   });
   // At least the lowest rank is filled.
-  const int64_t total = warp_sum(sum) + plan.all_tokens;
-  const bool is_small = total >= 0 && total <= 0x7fffffff;
-  const int64_t level = is_small ? static_cast<int64_t>(static_cast<uint32_t>(total) /
-                                                        static_cast<uint32_t>(max(filled, 1)))
-                                 : total / max(filled, 1);
-  const int64_t rest = total - level * filled;
+  const Int total = warp_sum(sum) + static_cast<Int>(plan.all_tokens);
+  const bool is_small = kOwn || (total >= 0 && total <= 0x7fffffff);
+  const Int level =
+      is_small
+          ? static_cast<Int>(static_cast<uint32_t>(total) / static_cast<uint32_t>(max(filled, 1)))
+          : total / max(filled, 1);
+  const Int rest = total - level * filled;
 
   int candidates = 0;  // filled ranks from remainder_start on
-  int64_t away_before = 0;
+  Int away_before = 0;
   for_each_rank(num_ranks, [&](int i) {
     int r = i + p.remainder_start;
     if (r >= num_ranks) r -= num_ranks;
@@ -126,14 +135,15 @@ __device__ __forceinline__ void plan_exact(const WaterfillParams& p, PlanShared&
     const int place = candidates + __popc(same & ((1u << lane_of()) - 1));
     candidates += __popc(same);
     if (i >= num_ranks) return;
-    const int64_t quota = fills ? level - plan.load[r] + (place < rest ? 1 : 0) : 0;
-    const int64_t tokens = tokens_of(p, r, plan.own_tokens);
-    const int64_t stay = min(tokens, quota);
-    if (r < source) away_before += tokens - stay;
+    const Int quota = fills ? level - static_cast<Int>(plan.load[r]) + (place < rest ? 1 : 0) : 0;
+    const Int tokens = kOwn ? (r == source ? static_cast<Int>(plan.own_tokens) : 0)
+                            : static_cast<Int>(tokens_of(p, r, plan.own_tokens));
+    const Int stay = min(tokens, quota);
+    if (!kOwn && r < source) away_before += tokens - stay;
     if (r == source) plan.stay = stay;
     plan.first[r] = quota - stay;
   });
-  away_before = warp_sum(away_before);
+  if (!kOwn) away_before = warp_sum(away_before);
   if (lane_of() == 0) plan.first_away = away_before;
   __syncwarp();
   if (is_small) {  // quotas are no more than all tokens
@@ -183,7 +193,8 @@ __device__ __forceinline__ void plan_sampled(const WaterfillParams& p, PlanShare
 }
 
 // By the whole block. Given what the source itself counted, in shared memory since a barrier; the
-// plan is there after the next one.
+// plan is there after the next one. kFewRows: of this call alone, no more than 2^16 pairs.
+template <bool kFewRows>
 __device__ __forceinline__ void make_plan(const WaterfillParams& p, const uint32_t* counts,
                                           int64_t live_rows, PlanShared& shared) {
   WaterfillPlan& plan = shared.plan;
@@ -206,13 +217,24 @@ __device__ __forceinline__ void make_plan(const WaterfillParams& p, const uint32
   }
   __syncthreads();
   if (p.mode == WaterfillMode::kExact) {
-    mark_filled(num_ranks, shared);
+    // A sum of 64 bits over a warp takes three times as long, and this is a chain of them.
+    const bool is_own = kFewRows && p.global_counts == nullptr;
+    if (is_own) {
+      mark_filled<int32_t>(num_ranks, shared);
+    } else {
+      mark_filled<int64_t>(num_ranks, shared);
+    }
     __syncthreads();
+    if (threadIdx.x >= kWarp) return;
+    if (is_own) {
+      plan_exact<int32_t>(p, shared);
+    } else {
+      plan_exact<int64_t>(p, shared);
+    }
+    return;
   }
   if (threadIdx.x >= kWarp) return;
-  if (p.mode == WaterfillMode::kExact) {
-    plan_exact(p, shared);
-  } else if (p.mode == WaterfillMode::kRestricted) {
+  if (p.mode == WaterfillMode::kRestricted) {
     plan_restricted(p, shared);
   } else {
     plan_sampled(p, shared);
