@@ -229,7 +229,7 @@ def jit_sentence(path: Path) -> str:
 FIGURES: dict[str, Callable[[Path], str]] = {
     "finalize": Comparison(("sglang", "flashinfer+add", "torch.compile"), "stream"),
     "finalize_models": ratios,
-    "norm": Comparison(),
+    "norm": Comparison(roofline="stream"),
     "permute": Comparison(),
     "waterfill": Comparison(),
     "layer": layer_table,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from sgl_moe_jit.bench import finalize, norm_peers
+from sgl_moe_jit.bench import finalize, norm_peers, stream
 from sgl_moe_jit.bench.cases import FinalizeCase
 from sgl_moe_jit.bench.checks import CHECKED_TOKENS, ROUNDING, compare, head_rows, magnitude
 from sgl_moe_jit.bench.contest import Contest, Contestant
@@ -62,11 +62,44 @@ def _enter(
     )
 
 
+Entry = Callable[[FinalizeCase, Sequence[NormInputs]], Contestant]
+
+
+def _streaming(case: FinalizeCase, inputs: Sequence[NormInputs]) -> Contestant:
+    """Return the kernel that moves as many bytes: one plane more in, and one less out.
+
+    The rows, shared output and residual come in and two results go out; it has one result, and
+    less to write is no slower.
+    """
+    rows = case.top_k + 2
+    views = []
+    for x in inputs:
+        planes = torch.empty(rows + 1, x.residual.numel(), dtype=x.residual.dtype, device="cuda")
+        planes.normal_()
+        views.append((planes[:rows].view(-1), planes[rows], x.residual_out.view(-1)))
+    return stream.of_planes(rows, views)
+
+
+def entries(options: Options) -> dict[str, Callable[[], Entry]]:
+    """Return what makes each provider's contestants, by name, ours first."""
+    top_ks = sorted({case.top_k for case in options.cases})
+
+    def entry(name: str, make: Callable[[], Provider]) -> Entry:
+        return functools.partial(_enter, name, make())
+
+    def streaming() -> Entry:
+        stream.build([top_k + 2 for top_k in top_ks])
+        return _streaming
+
+    made = norm_peers.providers(options.folders, top_ks)
+    found = {name: functools.partial(entry, name, make) for name, make in made.items()}
+    return {**found, finalize.STREAM: streaming}
+
+
 def bench(options: Options, contest: Contest) -> Iterator[list[Record]]:
     """Yield the records of one shape after another: bfloat16 rows, float32 weights."""
     cache = finalize.l2_bytes()
-    top_ks = sorted({case.top_k for case in options.cases})
-    made = contest.prepare(options.choose(norm_peers.providers(options.folders, top_ks)))
+    made = contest.prepare(options.choose(entries(options)))
     for case in options.cases:
         for num_tokens in options.tokens or TOKENS:
             size = norm_bytes(num_tokens, case.top_k, case.hidden_dim, 2, 4)
@@ -74,13 +107,11 @@ def bench(options: Options, contest: Contest) -> Iterator[list[Record]]:
                 past = cache if mode == "cold" else None
                 copies = copies_for_cold(size, past) if past else 1
                 inputs = make_norm_inputs(case, num_tokens, copies, device="cuda")
-                contestants: dict[str, Callable[[], Contestant]] = {
-                    name: functools.partial(_enter, name, provider, case, inputs)
-                    for name, provider in made.items()
-                }
-                shape = f"{case.name}, {num_tokens} tokens, {mode}"
-                outcomes = contest.on_cuda(shape, contestants)
-                del inputs, contestants
+                outcomes = contest.on_cuda(
+                    f"{case.name}, {num_tokens} tokens, {mode}",
+                    {name: functools.partial(entry, case, inputs) for name, entry in made.items()},
+                )
+                del inputs
                 torch.cuda.empty_cache()
                 yield [
                     Record.of("norm", case, num_tokens, mode, name, outcome, size, past)

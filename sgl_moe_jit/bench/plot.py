@@ -21,7 +21,7 @@ Row = dict[str, Any]
 Value = Callable[[Row], float | None]
 
 # A provider that only moves the op's bytes is the practical roofline of its subject.
-ROOFLINE = {"finalize": "stream", "cpu": "copy"}
+ROOFLINE = {"finalize": "stream", "norm": "stream", "cpu": "copy"}
 # Okabe and Ito's colours, which colour-blind readers can tell apart; ours is always the first.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^vPX"

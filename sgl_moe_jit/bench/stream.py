@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: The sgl_moe_jit authors
 # SPDX-License-Identifier: Apache-2.0
-"""The practical roofline: a kernel that streams a finalize's bytes and computes nothing else."""
+"""The practical roofline: a kernel that streams an op's bytes and computes nothing else.
+
+It adds K planes and one more, each as large as the output, value by value.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ _TRIALS = 3
 _TRIAL_CALLS = 100  # enough to tell launch shapes apart
 
 Launch = tuple[bool, int, int]  # deep, threads a block, blocks
+Planes = tuple[Tensor, Tensor, Tensor]  # [K * N], [N], and the output [N]
 
 
 def launches(numel: int, num_sms: int) -> Iterator[Launch]:
@@ -40,7 +44,7 @@ def launches(numel: int, num_sms: int) -> Iterator[Launch]:
                 yield deep, threads, resident
 
 
-def planes(case: FinalizeCase, x: FinalizeInputs) -> tuple[Tensor, Tensor, Tensor]:
+def planes(case: FinalizeCase, x: FinalizeInputs) -> Planes:
     """Return the call's own stretch of the pool as [K * N], shared as [N], and out as [N]."""
     numel = x.out.numel()
     first = x.first_row * case.padded_hidden_dim
@@ -48,15 +52,15 @@ def planes(case: FinalizeCase, x: FinalizeInputs) -> tuple[Tensor, Tensor, Tenso
     return rows, x.shared_output.view(-1), x.out.view(-1)
 
 
-def _check(case: FinalizeCase, x: FinalizeInputs, call: Call) -> None:
-    x.out.fill_(float("nan"))
+def _check(top_k: int, view: Planes, call: Call) -> None:
+    rows, shared, out = view
+    out.fill_(float("nan"))
     call()
-    rows, shared, out = planes(case, x)
     n = min(out.numel(), 1 << 19)  # float64 copies of everything would fill the GPU
-    terms = torch.cat([rows.view(case.top_k, -1)[:, :n], shared[None, :n]]).double()
+    terms = torch.cat([rows.view(top_k, -1)[:, :n], shared[None, :n]]).double()
     want, magnitude = terms.sum(0), terms.abs().sum(0)
-    allowed = ROUNDING * want.abs() + (case.top_k + 1) * 2.0**-23 * magnitude + 2.0**-134
-    compare("stream", "out", out, want, allowed)
+    allowed = ROUNDING * want.abs() + (top_k + 1) * 2.0**-23 * magnitude + 2.0**-134
+    compare("stream", "out", out.view(-1), want, allowed)
 
 
 def build(top_ks: Sequence[int]) -> None:
@@ -64,11 +68,10 @@ def build(top_ks: Sequence[int]) -> None:
     parallel.run_all(kernels.stream, top_ks)
 
 
-def contestant(case: FinalizeCase, inputs: Sequence[FinalizeInputs]) -> Contestant:
+def of_planes(top_k: int, views: Sequence[Planes]) -> Contestant:
     """Return the streaming kernel in the fastest of its launch shapes, each timed shortly."""
-    kernel = kernels.stream(case.top_k)
+    kernel = kernels.stream(top_k)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    views = [planes(case, x) for x in inputs]
 
     def calls_of(launch: Launch) -> list[Call]:
         return [
@@ -80,8 +83,13 @@ def contestant(case: FinalizeCase, inputs: Sequence[FinalizeInputs]) -> Contesta
         graph = timing.capture(calls, max(1, _TRIAL_CALLS // len(calls)))
         return min(timing.replay_us(graph) for _ in range(_TRIALS))
 
-    best = min(launches(inputs[0].out.numel(), num_sms), key=took_us)
+    best = min(launches(views[0][2].numel(), num_sms), key=took_us)
     deep, threads, blocks = best
     calls = calls_of(best)
     note = f"{'deep' if deep else 'wide'}, {blocks} blocks of {threads} threads"
-    return Contestant(calls, functools.partial(_check, case, inputs[0], calls[0]), note)
+    return Contestant(calls, functools.partial(_check, top_k, views[0], calls[0]), note)
+
+
+def contestant(case: FinalizeCase, inputs: Sequence[FinalizeInputs]) -> Contestant:
+    """Return the kernel that moves a finalize's bytes, in the finalize's own memory."""
+    return of_planes(case.top_k, [planes(case, x) for x in inputs])

@@ -26,7 +26,7 @@ SHAPE = ("--cases", "qwen3-30b", "--tokens", "4", "--rounds", "2")
             {
                 *("sgl_moe_jit", "sgl_moe_jit, in place", "sgl_moe_jit, FP8 out"),
                 *("sgl_moe_jit, two kernels",),
-                *("torch", "torch.compile"),
+                *("torch", "torch.compile", "stream"),
             },
             {"hot", "cold"},
         ),
