@@ -138,6 +138,12 @@ ALL_EXPERTS_MAX_TOKENS: EnvVar[int] = EnvVar(
     _parse_int,
     "`grouped_mm` may send up to so many tokens through all experts (other rounding). 0: never.",
 )
+ROUTING_KERNEL: EnvVar[bool] = EnvVar(
+    "SGL_MOE_JIT_ROUTING_KERNEL",
+    True,
+    _parse_bool,
+    "Off: routers choose in plain torch on CUDA too. Same experts, weights to rounding.",
+)
 CHECK_MUTATION: EnvVar[bool] = EnvVar(
     "SGL_MOE_JIT_CHECK_MUTATION",
     False,

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Literal, get_args
+
+from sgl_moe_jit.ops.route_topk import SCORE_FUNCTIONS, RouteFlag, RouteOptions
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 GroupRule = Literal["top2_sum", "max"]
@@ -87,6 +90,27 @@ class RouterConfig:
     def limits_groups(self) -> bool:
         """Whether some groups are closed to a token."""
         return self.topk_group < self.n_group
+
+    @cached_property
+    def kernel_options(self) -> RouteOptions:
+        """The same as the routing kernel takes it."""
+        flags = (
+            RouteFlag.SCORE_AFTER_TOP_K * self.score_after_top_k
+            + RouteFlag.ROUND_SCORES * (self.scores_dtype == "logits")
+            + RouteFlag.RENORMALIZE * self.renormalize
+            + RouteFlag.CLAMP_EPSILON * (self.epsilon_kind == "clamp")
+            + RouteFlag.GROUP_BY_MAX * (self.group_rule == "max")
+        )
+        return RouteOptions(
+            self.num_experts,
+            self.top_k,
+            SCORE_FUNCTIONS.index(self.score_function),
+            int(flags),
+            self.n_group if self.limits_groups else 1,
+            self.topk_group if self.limits_groups else 1,
+            float(self.renormalize_epsilon),
+            float(self.routed_scaling_factor if self.scale_in_weights else 1.0),
+        )
 
     def __post_init__(self) -> None:
         """Refuse what no family means.

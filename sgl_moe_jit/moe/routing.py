@@ -85,6 +85,13 @@ def select_experts(
     No synchronisation with the device and no shape that depends on data. Deterministic. The
     gradient reaches ``logits`` (and ``expert_scale``) through the weights; the choice has none.
 
+    Eager calls on CUDA without gradients are one kernel (:mod:`sgl_moe_jit.ops.route_topk`) up to
+    1024 experts, K of 64 and 32 groups; others are torch operations, and so is everything with
+    ``SGL_MOE_JIT_ROUTING_KERNEL=0``. Both give the same ids where their scores have the same bits:
+    always for sigmoid and choices on the logits. Sums (softmax, renormalisation) may be added in
+    another order, as between torch's CPU and CUDA, so that weights differ in the last bits, and of
+    softmax scores that tie but for their last bit another may be chosen.
+
     T tokens, E experts, K = ``router_config.top_k``.
 
     Args:

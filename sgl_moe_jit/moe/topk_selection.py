@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: The sgl_moe_jit authors
 # SPDX-License-Identifier: Apache-2.0
-"""From router logits to K expert ids and weights a token, in plain torch.
+"""From router logits to K expert ids and weights a token: one CUDA kernel, or plain torch.
 
-No data-dependent shape and no synchronisation: it runs on CPU and CUDA, under
-``torch.compile(fullgraph=True)`` and in a CUDA-graph capture.
+The kernel (:mod:`sgl_moe_jit.ops.route_topk`) serves eager CUDA calls without gradients; all others
+are plain torch: CPU, ``torch.compile(fullgraph=True)``, gradients, float64. Neither has a
+data-dependent shape or synchronises, so that both can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit.moe.router_config import RouterConfig
+from sgl_moe_jit.ops import route_topk
 from sgl_moe_jit.ops.finalize_arguments import check_int
 
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -110,6 +112,17 @@ def select(
 ) -> tuple[Tensor, Tensor]:
     """Return weights [T, K] and ids [T, K] int32; see :func:`sgl_moe_jit.select_experts`."""
     check_arguments(logits, config, correction_bias, topk_ids, expert_scale)
+    weights_dtype = _wide(logits.dtype)
+    if config.weights_dtype == "logits":
+        weights_dtype = logits.dtype
+    elif config.weights_dtype == "hidden" and hidden_dtype is not None:
+        weights_dtype = hidden_dtype
+    if num_token_non_padded is not None:
+        check_count(logits, num_token_non_padded)
+    if topk_ids is None and not torch.compiler.is_compiling():
+        call = (correction_bias, expert_scale, num_token_non_padded, weights_dtype)
+        if not route_topk.refusal(logits, config.kernel_options, *call):
+            return route_topk.route_topk(logits, config.kernel_options, *call)
     wide = _wide(logits.dtype)
     scores = None if config.score_after_top_k else apply_scores(logits, config)
     if topk_ids is not None:
@@ -126,10 +139,7 @@ def select(
     weights = _scaled(weights, logits.dtype, config)
     if expert_scale is not None:
         weights = weights * expert_scale.to(wide)[ids]
-    if config.weights_dtype == "logits":
-        weights = weights.to(logits.dtype)
-    elif config.weights_dtype == "hidden" and hidden_dtype is not None:
-        weights = weights.to(hidden_dtype)
+    weights = weights.to(weights_dtype)
     ids = ids.to(torch.int32)
     if num_token_non_padded is not None:
         padded = padded_rows(logits, num_token_non_padded)
@@ -140,7 +150,17 @@ def select(
 def padded_rows(
     rows: Tensor, num_token_non_padded: Tensor | int, name: str = "the logits"
 ) -> Tensor:
-    """Return [T, 1] bool: which rows of [T, ...] are padding.
+    """Return [T, 1] bool: which rows of [T, ...] are padding. Arguments: :func:`check_count`."""
+    check_count(rows, num_token_non_padded, name)
+    count = num_token_non_padded
+    if isinstance(count, Tensor):
+        count = count.reshape(())
+    numbers = torch.arange(rows.shape[0], device=rows.device)
+    return (numbers >= count).unsqueeze(-1)
+
+
+def check_count(rows: Tensor, num_token_non_padded: Tensor | int, name: str = "the logits") -> None:
+    """Check a number of rows that are no padding.
 
     Args:
         rows: Any tensor of T rows.
@@ -165,11 +185,8 @@ def padded_rows(
                 f"num_token_non_padded: expected device {rows.device} like {name}, got "
                 f"{count.device}; move it with .to(), or pass an int"
             )
-        count = count.reshape(())
     else:
         check_int("num_token_non_padded", count, "an int of at most 64 bits")
-    numbers = torch.arange(rows.shape[0], device=rows.device)
-    return (numbers >= count).unsqueeze(-1)
 
 
 def check_arguments(

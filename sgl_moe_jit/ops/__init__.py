@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels as torch ops: CUDA and CPU, fake, autograd. Importing compiles nothing."""
 
+import sgl_moe_jit.ops.route_topk  # noqa: F401 - registers its modules
 from sgl_moe_jit.ops.activation import silu_and_mul
 from sgl_moe_jit.ops.expand_topk import (
     count_tokens_per_rank,

@@ -16,6 +16,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from sgl_moe_jit.moe.router_config import RouterConfig
+from sgl_moe_jit.moe.routing import select_experts
 from sgl_moe_jit.ops import (
     count_tokens_per_rank,
     expand_topk_with_shared_expert,
@@ -145,9 +147,42 @@ def activation() -> int:
     return count
 
 
+def routing() -> int:
+    count = 0
+    # each size of kernel and the last lane's end; one weight a lane and two
+    for experts in (1, 33, 60, 128, 256, 384, 512, 1000):
+        for function, groups, top_k in (
+            ("softmax", 1, 1),
+            ("sigmoid", 2, 8),
+            ("sqrtsoftplus", 4, 40),
+        ):
+            if experts % groups or top_k > experts // 2:
+                continue
+            routing = RouterConfig(
+                *(experts, top_k, function),
+                has_correction_bias=True,
+                n_group=groups,
+                topk_group=(groups + 1) // 2,
+                renormalize=True,
+            )
+            for dtype in (F32, BF16, F16):
+                # the bias is far above roundings, which differ between CPU and CUDA
+                logits = torch.stack([torch.randperm(experts) for _ in range(7)]).to(dtype) / 64
+                bias, valid = torch.randn(experts), torch.tensor(6)
+                want = select_experts(logits, routing, bias, num_token_non_padded=valid)
+                there = (logits.cuda(), routing, bias.cuda())
+                got = select_experts(*there, num_token_non_padded=valid.cuda())
+                assert torch.equal(got.topk_ids.cpu(), want.topk_ids)
+                torch.testing.assert_close(
+                    got.topk_weights.cpu(), want.topk_weights, rtol=2.0**-14, atol=0
+                )
+                count += 1
+    return count
+
+
 if __name__ == "__main__":
     counts = f"finalize {finalize()}, finalize_norm {finalize_norm()}, permute {permute()}"
     counts += f", silu_and_mul {activation()}, expand_topk {expand_topk()}"
-    counts += f", waterfill {waterfill()}"
+    counts += f", waterfill {waterfill()}, route_topk {routing()}"
     print(f"{counts} calls: all right")
     torch.cuda.synchronize()
