@@ -53,7 +53,8 @@ class SharedExpertMoEBlock(torch.nn.Module):
             to [T, H] works too, but cannot defer. With ``reduce_results`` off: the block reduces.
         shared_experts: From [T, H] to [T, H], or None.
         shared_expert_gate: From [T, H] to [T, 1] logits, or None. It sees the block's own input.
-        read_gate: Turns what ``gate`` returns into a router's output; None: it is one.
+        read_gate: Turns what ``gate`` returns into a router's output; None: it is one. A
+            ``block_facts.DirectGate`` may also route in the gate's place.
         shared_is_replicated: Whether every rank of the experts' groups holds the whole shared
             experts. False: each holds a slice, and their outputs sum up.
         shared_is_fused: Whether the shared experts are among the routed ones, as extra slots. Then
@@ -70,6 +71,7 @@ class SharedExpertMoEBlock(torch.nn.Module):
     """
 
     _flattens = True  # router and shared experts get [T, H]
+    _routed_by: str | None = None  # how a DirectGate's last call ran
 
     def __init__(
         self,
@@ -169,7 +171,7 @@ class SharedExpertMoEBlock(torch.nn.Module):
 
     def explain(self) -> BlockExplanation:
         """Return how the last call outside traced code ran, and the experts' runner."""
-        return BlockExplanation(self.last_plan, self._explain_experts())
+        return BlockExplanation(self.last_plan, self._explain_experts(), self._routed_by or "")
 
     def _explain_experts(self) -> str:
         return str(self.experts.explain()) if isinstance(self.experts, MoELayer) else ""
@@ -247,8 +249,7 @@ class SharedExpertMoEBlock(torch.nn.Module):
         return SharedOutput(output, None if gate is None else gate(x))
 
     def _route(self, x: Tensor) -> TopKOutput:
-        output = self.gate(x)
-        return find.checked_topk(output if self.read_gate is None else self.read_gate(output))
+        return find.route(self, x)
 
     def _routed(
         self, call: Call, topk_output: TopKOutput, deferred: bool

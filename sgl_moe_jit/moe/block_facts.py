@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -76,6 +76,32 @@ def checked_topk(topk_output: Any) -> TopKOutput:
         "gate: expected a StandardTopKOutput, BypassedTopKOutput or PackedTopKOutput, got "
         f"{type(topk_output).__name__}; pass read_gate= to turn one into the other"
     )
+
+
+class DirectGate(Protocol):
+    """A block's ``read_gate`` that knows how some gates route, and can do it in their place."""
+
+    def __call__(self, output: Any) -> TopKOutput:
+        """Turn what the gate returned into a router's output."""
+
+    def route(self, gate: Any, x: torch.Tensor) -> tuple[TopKOutput | None, str]:
+        """Return the router's output and how it came about, or None and why the gate is called."""
+
+
+def route(block: Any, x: torch.Tensor) -> TopKOutput:
+    """Return the router's output of one call, outside traced code by a ``DirectGate`` if it can.
+
+    Raises:
+        TypeError: the gate does not return a router's output.
+    """
+    read: Any = block.read_gate
+    if not torch.compiler.is_compiling() and hasattr(read, "route"):
+        topk_output: TopKOutput | None
+        topk_output, block.__dict__["_routed_by"] = read.route(block.gate, x)
+        if topk_output is not None:
+            return topk_output
+    output = block.gate(x)
+    return checked_topk(output if read is None else read(output))
 
 
 def top_k_of(topk_output: TopKOutput) -> int:

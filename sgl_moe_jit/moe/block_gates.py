@@ -163,14 +163,15 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class BlockExplanation:
-    """How the last call ran, and which runner serves the experts."""
+    """How the last call ran, which runner serves the experts, and how a known router ran."""
 
     plan: BlockPlan | None
     experts: str
+    router: str = ""
 
     def __str__(self) -> str:
         plan = "not called yet" if self.plan is None else str(self.plan)
-        return f"{plan}\n{self.experts}" if self.experts else plan
+        return "\n".join(part for part in (plan, self.router, self.experts) if part)
 
 
 def _deferral_checks(facts: BlockFacts) -> tuple[Check, ...]:

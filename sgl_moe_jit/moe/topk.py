@@ -96,7 +96,7 @@ class BypassedTopKOutput:
         return TopKFormat.BYPASSED
 
     def to_standard(self) -> StandardTopKOutput:
-        """Route in plain torch; arguments and errors of :func:`sgl_moe_jit.select_experts`."""
+        """Route; arguments and errors of :func:`sgl_moe_jit.select_experts`."""
         weights, ids = select(
             self.router_logits,
             self.router_config,

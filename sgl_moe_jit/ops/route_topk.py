@@ -128,7 +128,7 @@ def refusal(
     """
     if torch.compiler.is_compiling():
         return "traced"
-    if not _is_cuda(logits):
+    if not is_cuda(logits):
         return f"on {logits.device.type}"
     count = num_token_non_padded if isinstance(num_token_non_padded, Tensor) else None
     if forward_ad._current_level >= 0 or not can_bypass_dispatcher(
@@ -153,7 +153,8 @@ def refusal(
     return "" if env.ROUTING_KERNEL.get() else f"{env.ROUTING_KERNEL.name} is off"
 
 
-def _is_cuda(x: Tensor) -> bool:
+def is_cuda(x: Tensor) -> bool:
+    """Whether a tensor is where the kernel runs."""
     return x.is_cuda and torch.version.cuda is not None
 
 

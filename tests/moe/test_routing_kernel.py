@@ -21,7 +21,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 @pytest.fixture
 def on_any_device(monkeypatch):
     """Ask as on CUDA, so that all else that decides can be seen without one."""
-    monkeypatch.setattr(route_topk, "_is_cuda", lambda x: True)
+    monkeypatch.setattr(route_topk, "is_cuda", lambda x: True)
 
 
 def refusal(logits=None, routing=V3, bias=None, scale=None, count=None, dtype=F32):

@@ -24,9 +24,9 @@ from sgl_moe_jit.integrations.transformers.experts import EXPERTS_IMPLEMENTATION
 from sgl_moe_jit.integrations.transformers.layer_loading import (
     load_block,
     load_experts,
-    read_gate,
 )
 from sgl_moe_jit.integrations.transformers.slice_loading import load_slice
+from sgl_moe_jit.integrations.transformers.stock_gates import read_gate
 
 __all__ = [
     "EXPERTS_IMPLEMENTATION",

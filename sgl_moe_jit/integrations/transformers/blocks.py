@@ -184,7 +184,8 @@ def fuse_shared_experts(model: torch.nn.Module) -> FusionReport:
     changes, to a subclass of both. So ``state_dict``, ``save_pretrained``, ``deepcopy`` and pickle
     work as before, no weight is copied, and each call sees the weights as they are. Router, experts
     and shared experts are called as modules, with what the stock block gives them: hooks fire,
-    router logits are recorded, adapters work, accelerate's ``device_map`` moves what it has to.
+    router logits are recorded, adapters work, accelerate's ``device_map`` moves what it has to. On
+    CUDA a known router that nobody looks at is one kernel after its logits; see ``stock_gates``.
     While something looks at the experts' own output (a forward hook, a patched forward), that call
     finishes it first, as the stock block does; the result is the same to rounding.
 

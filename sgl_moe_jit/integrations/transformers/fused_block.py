@@ -14,7 +14,7 @@ from sgl_moe_jit.integrations.transformers.experts import (
     expert_weights,
 )
 from sgl_moe_jit.integrations.transformers.hooks import forward_is_own, stands_around
-from sgl_moe_jit.integrations.transformers.layer_loading import read_gate
+from sgl_moe_jit.integrations.transformers.stock_gates import read_gate
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
 from sgl_moe_jit.moe.block_facts import Call, ExpertsFacts, hooked
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
@@ -25,7 +25,10 @@ from sgl_moe_jit.moe.runners.plan import explain
 from sgl_moe_jit.moe.topk import StandardTopKOutput, TopKOutput
 
 # What calls, and callers who choose, leave on a fused block, beside what it was fused with.
-CALL_STATE = ("last_plan", "_known_width", "_known_choice", "dual_stream", "shared_width")
+CALL_STATE = (
+    *("last_plan", "_routed_by", "_known_width", "_known_choice"),
+    *("dual_stream", "shared_width"),
+)
 
 
 def called_as_is(experts: torch.nn.Module) -> str:
@@ -53,7 +56,7 @@ class FusedBlock(SharedExpertMoEBlock):
     child, an adapter, a hook and a changed weight count from the next call on.
     """
 
-    read_gate = staticmethod(read_gate)
+    read_gate = read_gate
     groups = ReduceGroups(None, None)
     shared_is_replicated = shared_is_fused = reduce_results = False
     dual_stream = None
@@ -107,6 +110,7 @@ class FusedBlock(SharedExpertMoEBlock):
         assert isinstance(topk_output, StandardTopKOutput)  # of read_gate
         experts: Any = self.experts
         ask: dict[str, Any] = {}
+        unchanged = False
         hooks = torch.nn.modules.module
         try:
             if (
@@ -126,7 +130,10 @@ class FusedBlock(SharedExpertMoEBlock):
                 if unchanged and call.stream is not None:
                     ask["runner"] = call.experts.runner
             routed: Tensor | DeferredFinalizeOutput
-            routed = experts(call.x, topk_output.topk_ids, topk_output.topk_weights, **ask)
+            ids = topk_output.topk_ids
+            if not (ask and unchanged):
+                ids = ids.long()  # who looks at the call, or takes it, knows the stock router's
+            routed = experts(call.x, ids, topk_output.topk_weights, **ask)
         finally:
             del experts  # any statement: an empty `finally` would leave no `try`
         return routed

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from sgl_moe_jit.errors import UnsupportedError
 from sgl_moe_jit.integrations.transformers.block_table import (
@@ -21,24 +20,13 @@ from sgl_moe_jit.integrations.transformers.block_table import (
     style_of,
 )
 from sgl_moe_jit.integrations.transformers.experts import expert_weights
+from sgl_moe_jit.integrations.transformers.stock_gates import read_gate
 from sgl_moe_jit.moe.activation_kinds import SwiGlu
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
 from sgl_moe_jit.moe.expert_weights import ExpertWeights
 from sgl_moe_jit.moe.layer import FusedMoE
-from sgl_moe_jit.moe.topk import StandardTopKOutput
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def read_gate(output: tuple[Tensor, Tensor, Tensor]) -> StandardTopKOutput:
-    """Turn what a transformers router returns into a router's output.
-
-    Args:
-        output: Logits [T, E], weights [T, K], which hold the model's factor already, and ids
-            [T, K], as the gates of the blocks that :func:`load_block` knows return them.
-    """
-    logits, weights, ids = output
-    return StandardTopKOutput(weights, ids, num_experts=logits.shape[-1])
 
 
 def describe(module: torch.nn.Module) -> str:
@@ -122,7 +110,8 @@ def load_block(block: torch.nn.Module, **options: Any) -> SharedExpertMoEBlock:
     """Return a ``SharedExpertMoEBlock`` that computes what a transformers MoE block does.
 
     Router, shared experts and their gate are the block's own modules, so their hooks and adapters
-    keep working; expert parameters are the same objects. Put it where the block was::
+    keep working; expert parameters are the same objects. On CUDA a known router that nobody looks
+    at is one kernel after its logits; see ``stock_gates``. Put it where the block was::
 
         layer.mlp = load_block(layer.mlp)
 
