@@ -55,7 +55,7 @@ bench() {
   # shellcheck disable=SC2086
   step bench_models "$PYTHON" -m sgl_moe_jit bench finalize --cases all --tokens 1,16,64,256,1024,8192 \
     --providers sgl_moe_jit,sglang,stream $PEERS --json "$OUT/finalize_models.json" --commit "$COMMIT"
-  for subject in layer memory; do
+  for subject in route layer memory; do
     step "bench_$subject" "$PYTHON" -m sgl_moe_jit bench "$subject" --cases "$LAYERS" \
       --json "$OUT/$subject.json" --commit "$COMMIT"
   done

@@ -47,6 +47,7 @@ SUBJECTS = (
     Subject("norm", ("cuda",), _GPU_ARGUMENTS),
     Subject("permute", ("cuda",), _GPU_ARGUMENTS[:-1]),
     Subject("waterfill", ("cuda",), ("cases", "tokens", "rounds", "providers", "plot", "peer")),
+    Subject("route", ("cuda",)),
     Subject("layer", ("cuda",)),
     Subject("memory", ("cuda",), ("cases", "tokens", "providers", "plot")),
     Subject("host", ("cuda", "cpu"), ("rounds", "peer", "providers"), rounds=200),

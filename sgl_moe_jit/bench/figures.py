@@ -232,6 +232,7 @@ FIGURES: dict[str, Callable[[Path], str]] = {
     "norm": Comparison(roofline="stream"),
     "permute": Comparison(),
     "waterfill": Comparison(),
+    "route": Comparison(),
     "layer": layer_table,
     "memory": memory_table,
     "ep": ep_table,

@@ -23,6 +23,7 @@ _TITLES = {
     "norm": "Finalize, shared add, residual add and RMSNorm",
     "permute": "Permutation into expert order",
     "waterfill": "Top-k ids expanded for dispatch, shared experts where there is room",
+    "route": "Experts and weights from router logits",
     "layer": "A whole MoE layer of one rank, in a CUDA graph",
     "memory": "What a whole MoE layer allocates at most",
     "ep": "A block over ranks, shared experts in the dispatch or beside it",

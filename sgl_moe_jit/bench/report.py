@@ -31,7 +31,7 @@ class Record:
     """One provider's time for one shape.
 
     Attributes:
-        subject: finalize, norm, permute, waterfill, layer, memory, host, cpu, jit or ep.
+        subject: finalize, norm, permute, waterfill, route, layer, memory, host, cpu, jit or ep.
         case: Model shape by name.
         num_tokens: T.
         hidden_dim: H.

@@ -71,3 +71,11 @@ def test_every_expansion_is_measured(tmp_path):
     rows = json.loads(path.read_text())
     assert {row["mode"] for row in rows} == {"ep8", "ep32"}
     assert len(rows) == 2 * 7 and "torch, home" in {row["provider"] for row in rows}
+
+
+def test_routing_is_measured(tmp_path):
+    path = tmp_path / "out.json"
+    words = ["bench", "route", "--cases", "deepseek-v3,qwen3-30b", "--tokens", "3,70"]
+    assert cli.main([*words, "--rounds", "2", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())
+    assert len(rows) == 2 * 2 * 2 and {row["provider"] for row in rows} == {"sgl_moe_jit", "torch"}

@@ -14,6 +14,7 @@ from sgl_moe_jit.bench import (
     norm,
     norm_peers,
     permute,
+    route,
     stream,
     waterfill,
 )
@@ -22,6 +23,7 @@ from sgl_moe_jit.bench.checks import check_provider
 from sgl_moe_jit.bench.contest import WrongResultError
 from sgl_moe_jit.bench.norm_inputs import make_norm_inputs
 from sgl_moe_jit.bench.peers import ours, torch_bmm, torch_compiled, torch_eager
+from sgl_moe_jit.moe.routing import select_experts
 
 # Padded; an odd top_k, so that two calls' indices would lie side by side without a gap.
 CASE = FinalizeCase("tiny", 64, 128, 3, 8)
@@ -150,6 +152,18 @@ def test_expansions_are_right_and_wrong_ones_refused():
         waterfill.check("it", want["home"], want["exact"])
     with pytest.raises(WrongResultError, match="it: 280 of 280 weights differ"):
         waterfill.check("it", (want["home"][0], want["home"][1] + 1), want["home"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_routing_is_right_and_wrong_routing_refused(name):
+    x = route.make_inputs(CASES[name], 40, device="cpu")
+    got = select_experts(x.logits, x.routing, x.bias)
+    route.check("it", got, x)
+    with pytest.raises(WrongResultError, match="it: other experts in 40 of 40 rows"):
+        other = (got.topk_ids + 1) % x.routing.num_experts
+        route.check("it", dataclasses.replace(got, topk_ids=other), x)
+    with pytest.raises(WrongResultError, match=r"it: a weight is off by 0\.0"):
+        route.check("it", dataclasses.replace(got, topk_weights=got.topk_weights * 1.02), x)
 
 
 def test_a_path_is_offered_where_it_fits():

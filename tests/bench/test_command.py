@@ -102,7 +102,7 @@ def test_each_wrong_argument_is_named(words, message, small_cache):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("subject", ["finalize", "norm", "permute", "waterfill", "layer"])
+@pytest.mark.parametrize("subject", ["finalize", "norm", "permute", "waterfill", "route", "layer"])
 def test_a_gpu_subject_without_a_gpu_says_so(subject, capsys):
     assert cli.main(["bench", subject]) == 1
     assert f"error: bench {subject}: needs a CUDA device" in capsys.readouterr().err
