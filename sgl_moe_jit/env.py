@@ -56,9 +56,9 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 
 # What os.environ reads: encoded names to encoded values. Looking in here costs 20 ns, os.environ
 # 800, and some variables are read on every launch.
-_environ: Mapping[bytes, bytes] | None = getattr(os.environ, "_data", None)
-if not isinstance(_environ, dict) or os.name != "posix":
-    _environ = None
+environ_texts: Mapping[bytes, bytes] | None = getattr(os.environ, "_data", None)
+if not isinstance(environ_texts, dict) or os.name != "posix":
+    environ_texts = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,12 @@ CHECK_INDICES: EnvVar[bool] = EnvVar(
     _parse_bool,
     "On: CUDA calls check every index against the row count (synchronises; not in a capture).",
 )
+QUICK_CALL: EnvVar[bool] = EnvVar(
+    "SGL_MOE_JIT_QUICK_CALL",
+    True,
+    _parse_bool,
+    "Off: no C extension for eager calls (read at a kernel's first load). Same bits, more time.",
+)
 CPU_ISA: EnvVar[str] = EnvVar(
     "SGL_MOE_JIT_CPU_ISA",
     "auto",
@@ -183,7 +189,7 @@ ENABLE_WATERFILL: EnvVar[bool] = EnvVar(
 
 
 FLAG_PDL, FLAG_VECTOR, FLAG_CHECK_INDICES = 1, 2, 4
-_FLAG_NAMES = tuple(variable.name.encode() for variable in (PDL, VECTOR, CHECK_INDICES))
+FLAG_NAMES = tuple(variable.name.encode() for variable in (PDL, VECTOR, CHECK_INDICES))
 # (texts, flags) of the last read; replaced whole, so that threads may share it
 _last_flags: tuple[Any, int] = (None, 0)
 
@@ -196,9 +202,9 @@ def launch_flags() -> int:
     """
     global _last_flags
     texts: Any = None
-    if _environ is not None:
-        get = _environ.get
-        texts = (get(_FLAG_NAMES[0]), get(_FLAG_NAMES[1]), get(_FLAG_NAMES[2]))
+    if environ_texts is not None:
+        get = environ_texts.get
+        texts = (get(FLAG_NAMES[0]), get(FLAG_NAMES[1]), get(FLAG_NAMES[2]))
         known, flags = _last_flags
         if texts == known:
             return flags

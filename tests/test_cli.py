@@ -146,7 +146,8 @@ def test_a_missing_compiler_is_said_once_and_not_for_every_module(monkeypatch, t
     captured = capsys.readouterr()
     assert captured.out.startswith("sm_90a: 0 of "), captured.out
     assert captured.err.startswith("sm_90a: CUDA_HOME='/nonexistent': expected bin/nvcc in it")
-    assert captured.err.count("\n") == 1
+    # The extension for eager calls needs no nvcc, and is built all the same.
+    assert [line for line in captured.err.splitlines()[1:] if "quick_call" not in line] == []
 
 
 def test_a_gpu_asked_for_and_absent_is_one_line(monkeypatch, capsys):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sgl_moe_jit.bench import ahead, doctor
+from sgl_moe_jit.ops import quick_call
 
 NO_TOOLS = {"PATH": "/nonexistent", "CXX": "", "CUDA_HOME": "", "CUDA_PATH": ""}
 
@@ -77,10 +78,14 @@ def test_without_a_compiler_says_what_to_install_and_counts_the_cache(tmp_path, 
     assert (cpu.name, cpu.ok, cpu.mend) == ("CPU kernels", False, "apt-get install g++")
     assert "no C++ compiler found" in cpu.why and "0 of 1 modules are in the cache" in cpu.why
     assert not cold.ok and "can neither be built nor are cached" in doctor.render(cold)
+    eager = cold.features[-1]
+    assert (eager.name, eager.required, eager.ok) == ("eager calls in C", False, False)
     assert not ahead.build([None])[0].failures
     warm = without_tools()
     assert warm.features[0].ok and "all 1 are in the cache" in warm.features[0].why
-    assert warm.facts["cache"]["entries"] == 1
+    extension = quick_call.why_in_python() is None
+    assert warm.facts["cache"]["entries"] == 1 + extension
+    assert warm.features[-1].ok == extension
 
 
 def test_knows_that_a_read_only_cache_stops_no_build(monkeypatch, tmp_path):

@@ -38,6 +38,7 @@ JIT_ORDER = (
     "manifest",
     "cache",
     "loader",
+    "extension",
     "variants",
 )
 HARD_LIMIT = 300

@@ -12,6 +12,7 @@
 #include "sgl_moe_jit/host/cuda_call.h"
 #include "sgl_moe_jit/moe/finalize_checks.h"
 #include "sgl_moe_jit/moe/finalize_launch.h"
+#include "sgl_moe_jit/moe/finalize_quick.h"
 
 namespace {
 
@@ -47,13 +48,13 @@ bool is_for(const moe::FinalizeInputs& in, int64_t top_k) {
 
 enum Flags : int64_t { kPdl = 1, kVector = 2 };
 
-void launch(const moe::FinalizeCall& call, DLDevice device, int64_t flags) {
+void launch(const moe::FinalizeCall& call, DLDevice device, int64_t flags, cudaStream_t stream) {
   if (call.params.num_tokens == 0) return;
   host::DeviceGuard guard(device.device_id);
   const bool pdl = (flags & kPdl) != 0 && has_bit(served_with_pdl, device);
-  host::check_cuda(moe::launch_finalize(call.params, device.device_id, pdl, (flags & kVector) != 0,
-                                        host::current_stream(device)),
-                   "moe_finalize_fuse_shared");
+  host::check_cuda(
+      moe::launch_finalize(call.params, device.device_id, pdl, (flags & kVector) != 0, stream),
+      "moe_finalize_fuse_shared");
 }
 
 // Returns false, and does nothing, when another module is the one for the call.
@@ -63,8 +64,19 @@ bool moe_finalize(TensorView out, TensorView gemm2_out, TensorView row_of,
                   int64_t flags) {
   const moe::FinalizeInputs in{gemm2_out, row_of, weights, shared, gate_logits};
   if (!is_for(in, top_k)) return false;
-  launch(moe::check_finalize(out, in, top_k, routed_factor), gemm2_out.device(), flags);
+  const DLDevice device = gemm2_out.device();
+  launch(moe::check_finalize(out, in, top_k, routed_factor), device, flags,
+         host::current_stream(device));
   return true;
+}
+
+// For an output of its own, in rows side by side.
+moe::FinalizeCall check_new(const moe::FinalizeInputs& in, const Optional<int64_t>& hidden_dim,
+                            int64_t top_k, double routed_factor) {
+  moe::FinalizeCall call = moe::check_finalize_inputs(in, moe::output_width(in, hidden_dim),
+                                                      moe::width_name(in), top_k, routed_factor);
+  call.params.out_stride = call.params.hidden_dim;
+  return call;
 }
 
 // The same into a tensor of its own from the caller's allocator, which is cheaper to reach from
@@ -76,19 +88,39 @@ Optional<host::Tensor> moe_finalize_new(TensorView gemm2_out, TensorView row_of,
                                         int64_t flags) {
   const moe::FinalizeInputs in{gemm2_out, row_of, weights, shared, gate_logits};
   if (!is_for(in, top_k)) return std::nullopt;
-  moe::FinalizeCall call = moe::check_finalize_inputs(in, moe::output_width(in, hidden_dim),
-                                                      moe::width_name(in), top_k, routed_factor);
-  moe::FinalizeParams& p = call.params;
+  moe::FinalizeCall call = check_new(in, hidden_dim, top_k, routed_factor);
+  const moe::FinalizeParams& p = call.params;
+  const DLDevice device = gemm2_out.device();
   host::Tensor out = host::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, {p.num_tokens, p.hidden_dim},
-                                                gemm2_out.dtype(), gemm2_out.device());
-  p.out = out.data_ptr();
-  p.out_stride = p.hidden_dim;
-  launch(call, gemm2_out.device(), flags);
+                                                gemm2_out.dtype(), device);
+  call.params.out = out.data_ptr();
+  launch(call, device, flags, host::current_stream(device));
   return out;
 }
+
+// Both of them for the extension.
+bool quick_finalize(host::QuickCall* quick) noexcept {
+  return host::quick_answer([quick] {
+    const moe::QuickFinalize x(*quick);
+    if (!is_for(x.inputs(), x.top_k)) return false;
+    moe::FinalizeCall call;
+    if (x.out.has_value()) {
+      if (x.hidden_dim.has_value()) return false;  // the long way compares it
+      call = moe::check_finalize(x.out.value(), x.inputs(), x.top_k, x.factor);
+    } else {
+      call = check_new(x.inputs(), x.hidden_dim, x.top_k, x.factor);
+      call.params.out = x.make_out(quick, call.params);
+    }
+    launch(call, x.gemm2_out.device(), quick->flags, static_cast<cudaStream_t>(quick->stream));
+    return true;
+  });
+}
+
+int64_t quick_address() { return host::address_of(quick_finalize); }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(serve_device, serve_device);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(moe_finalize, moe_finalize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(moe_finalize_new, moe_finalize_new);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(quick_address, quick_address);

@@ -8,6 +8,7 @@
 #include "finalize_cpu.h"
 #include "finalize_cpu_checks.h"
 #include "sgl_moe_jit/moe/finalize_checks.h"
+#include "sgl_moe_jit/moe/finalize_quick.h"
 
 namespace {
 
@@ -33,6 +34,16 @@ void moe_finalize(TensorView out, TensorView gemm2_out, TensorView row_of,
   run(call, isa, threads, openmp);
 }
 
+// For an output of its own, in rows side by side.
+moe::FinalizeCall check_new(const moe::FinalizeInputs& in, const Optional<int64_t>& hidden_dim,
+                            int64_t top_k, double routed_factor) {
+  moe::FinalizeCall call = moe::check_finalize_inputs(in, moe::output_width(in, hidden_dim),
+                                                      moe::width_name(in), top_k, routed_factor);
+  moe::check_indices(call.params);
+  call.params.out_stride = call.params.hidden_dim;
+  return call;
+}
+
 // The same into a tensor of its own from the caller's allocator, which nothing reaches before the
 // arguments are found right.
 host::Tensor moe_finalize_new(TensorView gemm2_out, TensorView row_of, Optional<TensorView> weights,
@@ -41,19 +52,37 @@ host::Tensor moe_finalize_new(TensorView gemm2_out, TensorView row_of, Optional<
                               int64_t isa, int64_t threads, int64_t openmp) {
   moe::check_is_cpu(gemm2_out);
   const moe::FinalizeInputs in{gemm2_out, row_of, weights, shared, gate_logits};
-  moe::FinalizeCall call = moe::check_finalize_inputs(in, moe::output_width(in, hidden_dim),
-                                                      moe::width_name(in), top_k, routed_factor);
-  moe::check_indices(call.params);
-  moe::FinalizeParams& p = call.params;
+  moe::FinalizeCall call = check_new(in, hidden_dim, top_k, routed_factor);
+  const moe::FinalizeParams& p = call.params;
   host::Tensor out = host::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, {p.num_tokens, p.hidden_dim},
                                                 gemm2_out.dtype(), gemm2_out.device());
-  p.out = out.data_ptr();
-  p.out_stride = p.hidden_dim;
+  call.params.out = out.data_ptr();
   run(call, isa, threads, openmp);
   return out;
 }
+
+bool quick_finalize(host::QuickCall* quick) noexcept {
+  return host::quick_answer([quick] {
+    const moe::QuickFinalize x(*quick);
+    moe::check_is_cpu(x.gemm2_out);
+    moe::FinalizeCall call;
+    if (x.out.has_value()) {
+      if (x.hidden_dim.has_value()) return false;
+      call = moe::check_finalize(x.out.value(), x.inputs(), x.top_k, x.factor);
+      moe::check_indices(call.params);
+    } else {
+      call = check_new(x.inputs(), x.hidden_dim, x.top_k, x.factor);
+      call.params.out = x.make_out(quick, call.params);
+    }
+    run(call, quick->cpu[0], quick->cpu[1], quick->cpu[2]);
+    return true;
+  });
+}
+
+int64_t quick_address() { return host::address_of(quick_finalize); }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(moe_finalize, moe_finalize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(moe_finalize_new, moe_finalize_new);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(quick_address, quick_address);

@@ -15,6 +15,7 @@ import sgl_moe_jit.ops  # noqa: F401 - registers the shipped kernels
 from sgl_moe_jit import env
 from sgl_moe_jit.errors import SglMoeJitError, ToolchainError
 from sgl_moe_jit.jit import BuildSpec, CudaArch, current_arch, families, load_spec, parallel, paths
+from sgl_moe_jit.ops import quick_call
 
 logger = logging.getLogger("sgl_moe_jit.bench")
 
@@ -95,7 +96,10 @@ def _failure_of(spec: BuildSpec) -> tuple[str, str | None] | None:
 
 
 def build(targets: Sequence[Target]) -> list[TargetResult]:
-    """Have every module of the targets in the cache. A failure does not stop the rest."""
+    """Have every module of the targets in the cache. A failure does not stop the rest.
+
+    So is the extension for eager calls, without which they work too.
+    """
     results = []
     for target in targets:
         started = time.perf_counter()
@@ -107,6 +111,9 @@ def build(targets: Sequence[Target]) -> list[TargetResult]:
             logger.error("%s: %s", name, missing)  # once, not once a module
         failures = tuple(line for line, _ in found)
         results.append(TargetResult(name, len(specs) - len(failures), failures, seconds))
+    why = quick_call.build()
+    if why is not None:
+        logger.info("eager calls will stay in Python: %s", why)
     return results
 
 

@@ -176,13 +176,33 @@ def _optional_features(facts: dict[str, Facts]) -> list[Feature]:
     return features
 
 
+def _quick_call_feature(facts: dict[str, Facts]) -> Feature:
+    """Judge the extension without which eager calls spend more time in Python."""
+    from sgl_moe_jit.ops import quick_call
+
+    name = "eager calls in C"
+    try:
+        why = quick_call.why_in_python()
+    except Exception as error:
+        return Feature(name, False, False, _brief(str(error)))
+    if why is not None:
+        mend = "apt-get install python3-dev" if "headers" in why else ""
+        if why.startswith(env.QUICK_CALL.name):
+            mend = f"unset {env.QUICK_CALL.name}"
+        return Feature(name, False, False, f"they stay in Python: {why}", mend)
+    if "error" in facts["host_compiler"] and not quick_call.is_cached():
+        return Feature(name, False, False, "no C++ compiler", "apt-get install g++")
+    return Feature(name, False, True, "built with the first kernel, or cached")
+
+
 def examine() -> Report:
     """Probe this machine. Never raises; of compilers it asks the version and one tiny build."""
     facts = {name: _probe(probe) for name, probe in _PROBES.items()}
     runtime_missing = _runtime_missing(facts)
     cpu = _kernels("CPU kernels", None, runtime_missing, facts["cache"])
     cuda = _cuda_feature(facts, runtime_missing)
-    return Report(facts, (cpu, cuda, *_optional_features(facts)))
+    quick = _quick_call_feature(facts)
+    return Report(facts, (cpu, cuda, *_optional_features(facts), quick))
 
 
 def _lines_of(name: str, facts: Facts) -> list[str]:

@@ -13,6 +13,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from sgl_moe_jit.bench.report import Record
 from sgl_moe_jit.bench.timing import Call, Timing
 from sgl_moe_jit.env import launch_flags
 from sgl_moe_jit.jit import families, load_spec
-from sgl_moe_jit.ops import moe_finalize_fuse_shared
+from sgl_moe_jit.ops import moe_finalize_fuse_shared, quick_call
 from sgl_moe_jit.ops.cpu_threads import cpu_workers
 from sgl_moe_jit.ops.finalize_kernel import OP, cuda_kernel
 from sgl_moe_jit.ops.library import cpu_isa
@@ -36,6 +37,7 @@ _BATCH = 100  # calls; a GPU's queue takes some 1000
 _WARMUP = 3
 _TINY = FinalizeCase("tiny", 64, 64, 2, 8)
 _TOKENS = {"cuda": 8, "cpu": 1}
+_IN_PYTHON = ", in Python"  # the same call with the extension left out
 
 
 def our_export(device: str, top_k: int) -> tuple[Any, tuple[Any, ...]]:
@@ -105,9 +107,14 @@ def providers(x: FinalizeInputs, top_k: int, folders: Mapping[str, Any]) -> dict
         name = "wrapper like sglang's"
     shape = tuple(x.out.shape)
     rows = x.expanded_idx_to_permuted_idx.view(-1)  # flat, as the engine's runner hands them over
-    return {
+    ours: dict[str, Call] = {
         "sgl_moe_jit": lambda: moe_finalize_fuse_shared(*tensors, top_k),
         "sgl_moe_jit, out=": lambda: moe_finalize_fuse_shared(*tensors, top_k, out=x.out),
+    }
+    if quick_call.state()[0]:
+        ours.update({name + _IN_PYTHON: call for name, call in ours.items()})
+    return {
+        **ours,
         name: lambda: like(x, rows, top_k),
         "raw call": lambda: write(x.out, *tensors, *rest),
         "torch.empty": lambda: torch.empty(shape, dtype=torch.bfloat16, device=device),
@@ -124,11 +131,12 @@ def time_host(calls: Mapping[str, Call], rounds: int, synchronize: Call) -> dict
         for i, order in enumerate(timing.turns(list(calls), _WARMUP + rounds)):
             for name in order:
                 call = calls[name]
-                synchronize()
-                begin = time.perf_counter()
-                for _ in range(_BATCH):
-                    call()
-                took = time.perf_counter() - begin
+                with quick_call.in_python() if name.endswith(_IN_PYTHON) else nullcontext():
+                    synchronize()
+                    begin = time.perf_counter()
+                    for _ in range(_BATCH):
+                        call()
+                    took = time.perf_counter() - begin
                 if i >= _WARMUP:
                     samples[name].append(took / _BATCH * 1e6)
         synchronize()
@@ -136,6 +144,16 @@ def time_host(calls: Mapping[str, Call], rounds: int, synchronize: Call) -> dict
         if collecting:
             gc.enable()
     return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def _door(name: str) -> str | None:
+    """Return by which way our op's call reaches its kernel."""
+    if not name.startswith("sgl_moe_jit"):
+        return None
+    compiled, why = quick_call.state()
+    if compiled and not name.endswith(_IN_PYTHON):
+        return "C extension"
+    return "Python" if compiled else f"Python: {why}"
 
 
 def bench(options: Options, contest: Contest) -> Iterator[list[Record]]:
@@ -147,7 +165,7 @@ def bench(options: Options, contest: Contest) -> Iterator[list[Record]]:
     calls = options.choose(providers(x, case.top_k, options.folders))
 
     def contestant(name: str) -> Contestant:
-        writes_out = name in ("sgl_moe_jit, out=", "raw call")
+        writes_out = "out=" in name or name == "raw call"
 
         def check() -> None:
             if writes_out:
@@ -161,6 +179,6 @@ def bench(options: Options, contest: Contest) -> Iterator[list[Record]]:
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     times = time_host({name: calls[name] for name in made}, contest.rounds, wait)
     yield [
-        Record.of("host", case, _TOKENS[device], "eager", name, Outcome(took, None), 0)
+        Record.of("host", case, _TOKENS[device], "eager", name, Outcome(took, _door(name)), 0)
         for name, took in times.items()
     ]

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +53,18 @@ def _load(module: Path, tools: building.Tools | None) -> Any:
     return tvm_ffi.load_module(str(module))
 
 
-def load_spec(build: BuildSpec) -> Any:
-    """Return the module of a spec: from the cache, or built now. See :func:`load_jit`."""
+def load_spec(build: BuildSpec, load: Callable[[Path, building.Tools | None], Any] = _load) -> Any:
+    """Return the module of a spec: from the cache, or built now. See :func:`load_jit`.
+
+    ``load`` opens the library; given the tools when they have just built it.
+    """
     if not sys.platform.startswith("linux"):
         raise UnsupportedError(f"kernels are built on Linux only, this is {sys.platform}")
     key = cache.key_of(build)
     found = cache.find(build, key)
     if found is not None:
         try:
-            return _load(found, None)
+            return load(found, None)
         except Exception as error:
             building.find_tools(build)  # raises here, before an entry is lost that cannot be remade
             cache.discard(found.parent, error)
@@ -74,7 +77,7 @@ def load_spec(build: BuildSpec) -> Any:
         result = building.run_build(build, tools, staging)
         leaf = manifest.write(build, tools, result)
         try:
-            module = _load(result.module, tools)
+            module = load(result.module, tools)
         except Exception as error:
             raise LoadError(f"{build.label}: the built module does not load: {error}") from error
         changed = manifest.changed_during(result)

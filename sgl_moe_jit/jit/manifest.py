@@ -125,7 +125,14 @@ class Present:
 
     @classmethod
     def look(cls, build: BuildSpec) -> Present:
-        """Look without starting a process. A variable that names no compiler counts as none."""
+        """Look without starting a process.
+
+        A variable that names no compiler counts as none, and so does a compiler that lacks the
+        headers of Python which an extension needs.
+        """
+        python = dict(build.roots).get("python")
+        if python is not None and not (python / "Python.h").is_file():
+            return cls(None, None)
         try:
             host = toolchain.locate_host_compiler()
             nvcc = toolchain.locate_nvcc() if build.uses_cuda else None
@@ -159,7 +166,8 @@ def fits(manifest: dict[str, Any], build: BuildSpec, present: Present) -> bool:
     complete = present.host is not None and (present.nvcc is not None or not build.uses_cuda)
     roots = dict(build.roots)
     for name, digest in manifest["files"].items():
-        path = _locate(name, roots) if complete or name.startswith("roots/") else None
+        packaged = name.startswith("roots/") and not name.startswith("roots/python/")
+        path = _locate(name, roots) if complete or packaged else None
         if path is not None and file_digest(path) != digest:
             logger.debug("%s: %s changed", build.label, path)
             return False

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,8 +166,12 @@ def make_spec(
     extra_dependencies: Sequence[str] = (),
     header_only: bool | None = None,
     arch: CudaArch | None = None,
+    python: bool = False,
 ) -> BuildSpec:
     """Turn :func:`load_jit`'s arguments into a :class:`BuildSpec`. Starts no process.
+
+    ``python``: it is an extension of this very Python, whose headers it may include and whose
+    symbols it finds when it is loaded.
 
     Raises:
         TypeError: a string where a list of strings is expected.
@@ -223,6 +228,10 @@ def make_spec(
             includes += ["-isystem", roots.add(f"{dependency.name}{i}", folder)]
     for i, folder in enumerate(dict.fromkeys(tvm_ffi.libinfo.include_paths())):
         includes += ["-isystem", roots.add(f"tvm_ffi{i}", Path(folder))]
+    if python:
+        includes += ["-isystem", roots.add("python", Path(sysconfig.get_path("include")))]
+        extra_cflags = [*extra_cflags, f"-DSMJ_PYTHON_ABI={sysconfig.get_config_var('SOABI')}"]
+        extra_ldflags = [*extra_ldflags, "-Wl,--unresolved-symbols=ignore-all"]
     # The build links roots/cuda to the toolkit's headers; nvcc finds its own.
     cuda_include = ["-isystem", "roots/cuda"] if cuda_files else []
 

@@ -11,13 +11,14 @@ from torch.autograd import forward_ad
 import sgl_moe_jit.ops.finalize_schema  # noqa: F401 - registers the torch ops
 from sgl_moe_jit.env import FLAG_CHECK_INDICES, FLAG_PDL, launch_flags
 from sgl_moe_jit.ops.finalize_arguments import check_kinds, output_width
-from sgl_moe_jit.ops.finalize_kernel import LAST_GATED_KERNEL, LAST_KERNEL, OP, run
+from sgl_moe_jit.ops.finalize_kernel import LAST_CPU_KERNEL, LAST_GATED_KERNEL, LAST_KERNEL, OP, run
 from sgl_moe_jit.ops.library import (
     can_bypass_dispatcher,
     check_writable,
     mark_written,
     refuse_functional_gradients,
 )
+from sgl_moe_jit.ops.quick_call import QuickWay
 
 # Bound once: each look-up on the way to them costs what the call itself does.
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -96,11 +97,54 @@ def moe_finalize_fuse_shared(
     Source: include/sgl_moe_jit/moe/finalize.cuh, csrc/moe/finalize_cpu.cc.
     Reference: sgl_moe_jit.ops.reference.moe_finalize_fuse_shared.
     """
-    # The quick way of plain calls on a GPU, flat because a function call costs as much as a check.
-    # What it misses cannot be exported to a kernel (sparse, meta and functorch tensors) or is
-    # refused there (zeros without memory), and is looked at again below.
+    if not _is_dynamo_compiling():
+        served: Tensor | None = _QUICK.call(
+            gemm2_out,
+            expanded_idx_to_permuted_idx,
+            expert_weights,
+            shared_output,
+            shared_gate_logits,
+            top_k,
+            enable_pdl,
+            routed_scaling_factor,
+            hidden_dim,
+            out,
+        )
+        if served is not None:
+            return served
+    return _finalize(
+        gemm2_out,
+        expanded_idx_to_permuted_idx,
+        expert_weights,
+        shared_output,
+        shared_gate_logits,
+        top_k,
+        enable_pdl,
+        routed_scaling_factor,
+        hidden_dim,
+        out,
+    )
+
+
+def _quick_in_python(
+    gemm2_out: Tensor,
+    expanded_idx_to_permuted_idx: Tensor,
+    expert_weights: Tensor | None,
+    shared_output: Tensor | None,
+    shared_gate_logits: Tensor | None,
+    top_k: int,
+    enable_pdl: bool | None,
+    routed_scaling_factor: float,
+    hidden_dim: int | None,
+    out: Tensor | None,
+) -> Tensor | None:
+    """The quick way of plain calls on a GPU, as csrc/host/quick_call.cc does it in C.
+
+    What it misses cannot be exported to a kernel (sparse, meta and functorch tensors) or is refused
+    there (zeros without memory). None: _finalize looks at it again.
+    """
     if (
-        not (_is_dynamo_compiling() or _dispatch_modes() or _function_modes() or _tracing_state())
+        not (_dispatch_modes() or _function_modes() or _tracing_state())
         and type(gemm2_out) is Tensor
         and type(expanded_idx_to_permuted_idx) is Tensor
         and (expert_weights is None or type(expert_weights) is Tensor)
@@ -167,19 +211,14 @@ def moe_finalize_fuse_shared(
                     _increment_version((out,))  # passes inference tensors by
                     return out
             except Exception:
-                pass  # repeated below, where it fails with its own words or succeeds
-    return _finalize(
-        gemm2_out,
-        expanded_idx_to_permuted_idx,
-        expert_weights,
-        shared_output,
-        shared_gate_logits,
-        top_k,
-        enable_pdl,
-        routed_scaling_factor,
-        hidden_dim,
-        out,
-    )
+                pass  # repeated by _finalize, where it fails with its own words or succeeds
+    return None
+
+
+# The parameters of _quick_in_python: kinds, tables, top_k's number, the gate's.
+_QUICK = QuickWay(
+    _quick_in_python, "TxntnipfIo", (LAST_KERNEL, LAST_GATED_KERNEL, LAST_CPU_KERNEL), 5, 4
+)
 
 
 def _finalize(

@@ -21,8 +21,8 @@ from sgl_moe_jit.jit import (
     make_spec,
     register_family,
 )
-from sgl_moe_jit.ops.cpu_threads import cpu_workers
-from sgl_moe_jit.ops.library import cpu_isa
+from sgl_moe_jit.ops import quick_call
+from sgl_moe_jit.ops.library import cpu_settings
 
 OP = "moe_finalize_fuse_shared"
 
@@ -90,21 +90,23 @@ def _all_cuda_specs(arch: CudaArch) -> Iterator[BuildSpec]:
 register_family(KernelFamily(OP, _all_cuda_specs, lambda: iter([_cpu_spec()])))
 
 
-@cache_once
-def _cpu_kernels() -> tuple[Any, Any]:
-    """Return the exports that write a given output and a new one."""
-    module = load_spec(_cpu_spec())
-    return module.moe_finalize, module.moe_finalize_new
-
-
-class CudaKernel(NamedTuple):
+class Kernel(NamedTuple):
     """A loaded module's exports: into a given output (False) and into a new one (None).
 
-    In brackets what they return, without doing anything, when another module is the right one.
+    In brackets what those for CUDA return, without doing anything, when another module is the right
+    one. ``quick`` is the address of both for the extension of ``ops/quick_call.py``.
     """
 
     write: Any
     write_new: Any
+    quick: int
+
+
+@cache_once
+def _cpu_kernel() -> Kernel:
+    with quick_call.loading():
+        module = load_spec(_cpu_spec())
+    return Kernel(module.moe_finalize, module.moe_finalize_new, module.quick_address())
 
 
 @cache_once
@@ -115,22 +117,25 @@ def cuda_kernel(
     gate: bool,
     device_index: int,
     /,
-) -> CudaKernel:
+) -> Kernel:
     """Return the module of these options, ready for a device; ``top_k`` 0 takes any count."""
     arch = current_arch(device_index)
-    module = load_spec(cuda_spec(activation, weight, top_k, arch, gate))
+    with quick_call.loading():
+        module = load_spec(cuda_spec(activation, weight, top_k, arch, gate))
     module.serve_device(device_index, arch.supports_pdl)
-    return CudaKernel(module.moe_finalize, module.moe_finalize_new)
+    return Kernel(module.moe_finalize, module.moe_finalize_new, module.quick_address())
 
 
 # By top_k, the module that served the last call without and with a gate: the quick way's guess.
 # Only modules for bfloat16, of which no complex tensor exists, and so no view with a negation
 # pending.
-LAST_KERNEL: dict[int, CudaKernel] = {}
-LAST_GATED_KERNEL: dict[int, CudaKernel] = {}
+LAST_KERNEL: dict[int, Kernel] = {}
+LAST_GATED_KERNEL: dict[int, Kernel] = {}
+# The one for a CPU, which serves every dtype, with and without a gate, by the top_k it has served.
+LAST_CPU_KERNEL: dict[int, Kernel] = {}
 
 
-def _find(gemm2_out: Tensor, expert_weights: Tensor | None, top_k: int, gate: bool) -> CudaKernel:
+def _find(gemm2_out: Tensor, expert_weights: Tensor | None, top_k: int, gate: bool) -> Kernel:
     check_dtypes(gemm2_out, expert_weights)
     device = gemm2_out.device
     if device.type != "cuda" or torch.version.cuda is None:
@@ -193,11 +198,11 @@ def run(
     )
     if gemm2_out.device.type == "cpu":
         check_dtypes(gemm2_out, expert_weights)
-        write, write_new = _cpu_kernels()
+        kernel = LAST_CPU_KERNEL[top_k] = _cpu_kernel()
         if out is None:
-            made: Tensor = write_new(*inputs, hidden_dim, cpu_isa(), *cpu_workers())
+            made: Tensor = kernel.write_new(*inputs, hidden_dim, *cpu_settings())
             return made
-        write(out, *inputs, cpu_isa(), *cpu_workers())
+        kernel.write(out, *inputs, *cpu_settings())
         return out
     kernel = _find(gemm2_out, expert_weights, top_k, shared_gate_logits is not None)
     flags = env.launch_flags()

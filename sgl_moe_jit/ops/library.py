@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from sgl_moe_jit import env
+from sgl_moe_jit.ops.cpu_threads import cpu_workers
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,6 +43,11 @@ _CPU_ISA = {"auto": -1, "portable": 0, "avx2": 1, "avx512": 2}
 def cpu_isa() -> int:
     """Return the number of ``SGL_MOE_JIT_CPU_ISA`` for a CPU kernel."""
     return _CPU_ISA[env.CPU_ISA.get()]
+
+
+def cpu_settings() -> tuple[int, int, int]:
+    """Return what a CPU kernel takes last: instruction set, threads, OpenMP's entry point."""
+    return cpu_isa(), *cpu_workers()
 
 
 def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sgl_moe_jit.ops import finalize_kernel, moe_finalize_fuse_shared
+from sgl_moe_jit.ops import finalize_kernel, moe_finalize_fuse_shared, quick_call
 from tests.ops.finalize_cases import BF16, DEVICES, F32, assert_same_bits, make
+from tests.ops.quick_call_cases import QUICK_FUNCTION, address_of, need_extension
 
 field_report = pytest.mark.field_report
 on_devices = pytest.mark.parametrize("device", DEVICES)
@@ -76,18 +77,27 @@ def test_pending_negations_and_absent_storages_are_resolved():
         replace(i, gemm2_out=zeros).run()
 
 
-@pytest.fixture
-def asked(monkeypatch):
+@pytest.fixture(params=["C", "Python"])
+def asked(request, monkeypatch):
     """The calls in which the quick way asked its guess, which declines, for bfloat16 and top 2."""
     calls = []
 
     def decline(*args):
         calls.append(args)
 
-    kernel = finalize_kernel.CudaKernel(write=decline, write_new=decline)
-    monkeypatch.setitem(finalize_kernel.LAST_KERNEL, 2, kernel)
-    monkeypatch.setitem(finalize_kernel.LAST_GATED_KERNEL, 2, kernel)
-    return calls
+    if request.param == "Python":
+        kernel = finalize_kernel.Kernel(write=decline, write_new=decline, quick=0)
+        monkeypatch.setitem(finalize_kernel.LAST_KERNEL, 2, kernel)
+        monkeypatch.setitem(finalize_kernel.LAST_GATED_KERNEL, 2, kernel)
+        with quick_call.in_python():
+            yield calls
+    else:
+        need_extension()
+        declining = QUICK_FUNCTION(lambda call: bool(calls.append(call)))
+        kernel = finalize_kernel._cpu_kernel()._replace(quick=address_of(declining))
+        monkeypatch.setattr(finalize_kernel, "_cpu_kernel", lambda: kernel)
+        monkeypatch.setitem(finalize_kernel.LAST_CPU_KERNEL, 2, kernel)
+        yield calls
 
 
 @pytest.mark.parametrize("name", ["weights", "gate"])

@@ -1,0 +1,212 @@
+// SPDX-FileCopyrightText: The sgl_moe_jit authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// host/quick_serve.h: one call, from Python's arguments to the kernel's module and back.
+#pragma once
+
+#include <Python.h>
+
+#include <cstring>
+
+#include "quick_python.h"
+#include "quick_torch.h"
+#include "sgl_moe_jit/host/quick_call.h"
+
+namespace {
+
+using namespace sgl_moe_jit::host;
+
+Torch torch;
+Environment environment;
+
+// A parameter's kind, as the letters that Python passes.
+enum Kind : char {
+  kTensor = 'T',
+  kIntTensor = 'x',  // of a dtype that takes no gradient
+  kOptionalTensor = 't',
+  kUnnegatedTensor = 'n',  // optional, and declined with a negation pending
+  kOutput = 'o',           // optional; made when None
+  kInt = 'i',
+  kOptionalInt = 'I',
+  kFloat = 'f',
+  kPdl = 'p'  // None, True or False; goes into the flags
+};
+
+struct Quick {
+  PyObject ob_base;
+  vectorcallfunc call;
+  // Three dicts, of which only the last is for a CPU: from the key argument to a tuple that ends in
+  // a module's address.
+  PyObject* tables;
+  int count, outputs;
+  uint32_t optional, differentiable;  // by parameter, a bit each
+  int key;                            // the int argument that the tables are keyed by
+  int second;  // the argument that asks for the second table when given, or -1
+  char kinds[kMaxQuickValues + 1];
+};
+
+bool is_optional(char kind) { return std::strchr("tnoIp", kind) != nullptr; }
+bool takes_gradient(char kind) { return std::strchr("Ttno", kind) != nullptr; }
+
+bool is_kind(char kind, PyObject* x) {
+  switch (kind) {
+    case kInt:
+    case kOptionalInt:
+      return PyLong_CheckExact(x);
+    case kFloat:
+      return PyFloat_CheckExact(x);
+    case kPdl:
+      return PyBool_Check(x);
+    default:
+      return Py_TYPE(x) == torch.tensor;
+  }
+}
+
+bool are_kinds(const Quick& self, PyObject* const* args) {
+  for (int i = 0; i < self.count; ++i) {
+    if (args[i] == Py_None ? (self.optional >> i & 1) == 0 : !is_kind(self.kinds[i], args[i])) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Whether autograd would want to know of the call, or that is not to be found out.
+bool wants_gradient(const Quick& self, PyObject* const* args) {
+  const int enabled = torch.grad_enabled.truth();
+  if (enabled <= 0) return enabled < 0;
+  for (int i = 0; i < self.count; ++i) {
+    if ((self.differentiable >> i & 1) != 0 && args[i] != Py_None &&
+        torch.requires_grad.truth(args[i]) != 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// A tensor as the kernel sees it; false where the long way serves. Only on a CPU do modules serve
+// dtypes of which every tensor may be a view with a negation pending.
+bool view(char kind, bool on_cpu, PyObject* x, DLTensor* out) {
+  if ((kind == kUnnegatedTensor || on_cpu) && torch.is_neg.truth(x) != 0) return false;
+  if (kind == kOutput && torch.is_inference.truth(x) != 0 && torch.inference_enabled.truth() <= 0) {
+    return false;
+  }
+  return torch.dlpack->dltensor_from_py_object_no_sync(x, out) == 0;
+}
+
+// Everything after the first argument, whose view stands.
+bool convert(const Quick& self, PyObject* const* args, QuickCall* call, QuickValue* values,
+             DLTensor* views) {
+  const bool on_cpu = views[0].device.device_type == kDLCPU;
+  for (int i = 1; i < self.count; ++i) {
+    PyObject* x = args[i];
+    values[i].integer = 0;
+    if (x == Py_None) continue;
+    call->given |= uint64_t{1} << i;
+    switch (self.kinds[i]) {
+      case kInt:
+      case kOptionalInt:
+        values[i].integer = PyLong_AsLongLong(x);
+        if (values[i].integer == -1 && PyErr_Occurred()) return false;
+        break;
+      case kFloat:
+        values[i].real = PyFloat_AS_DOUBLE(x);
+        break;
+      case kPdl:
+        if (x == Py_False) call->flags &= ~environment.pdl;
+        break;
+      default:
+        if (!view(self.kinds[i], on_cpu, x, &views[i])) return false;
+        values[i].tensor = &views[i];
+    }
+  }
+  return true;
+}
+
+// The module to ask: an owned reference to the tuple that keeps it loaded.
+Owned find_kernel(const Quick& self, PyObject* const* args, bool on_cpu, QuickFunction* function) {
+  const bool second = self.second >= 0 && args[self.second] != Py_None;
+  PyObject* table = PyTuple_GET_ITEM(self.tables, on_cpu ? 2 : second ? 1 : 0);
+  PyObject* kernel = PyDict_GetItemWithError(table, args[self.key]);
+  if (kernel == nullptr || !PyTuple_Check(kernel) || PyTuple_GET_SIZE(kernel) == 0) return {};
+  void* address = PyLong_AsVoidPtr(PyTuple_GET_ITEM(kernel, PyTuple_GET_SIZE(kernel) - 1));
+  if (address == nullptr) return {};
+  *function = reinterpret_cast<QuickFunction>(address);
+  return Owned::borrowed(kernel);
+}
+
+// What a module for the tensors' device needs beside the arguments.
+bool prepare(DLDevice device, QuickCall* call) {
+  call->allocate = torch.dlpack->managed_tensor_allocator;
+  if (device.device_type != kDLCPU) {
+    return torch.dlpack->current_work_stream(device.device_type, device.device_id, &call->stream) ==
+           0;
+  }
+  const Owned settings(PyObject_CallNoArgs(torch.cpu_settings));
+  return settings &&
+         PyArg_ParseTuple(settings.get(), "LLL", &call->cpu[0], &call->cpu[1], &call->cpu[2]) != 0;
+}
+
+// The given outputs, and Python's tensors for those that were made; their tuple where there are
+// several.
+PyObject* results_of(const Quick& self, PyObject* const* args, QuickCall* call) {
+  Owned all(self.outputs > 1 ? PyTuple_New(self.outputs) : nullptr);
+  if (self.outputs > 1 && !all) return nullptr;
+  int number = 0;
+  for (int i = 0; i < self.count; ++i) {
+    if (self.kinds[i] != kOutput) continue;
+    Owned one = Owned::borrowed(args[i]);
+    if (args[i] != Py_None) {
+      Owned list(PyTuple_Pack(1, args[i]));
+      if (!list) return nullptr;
+      Owned done(PyObject_CallOneArg(torch.increment_version, list.get()));
+      if (!done) return nullptr;
+    } else {
+      if (call->made[number] == nullptr) return nullptr;
+      void* made = nullptr;
+      DLManagedTensorVersioned* given_up = call->made[number];
+      call->made[number] = nullptr;
+      if (torch.dlpack->managed_tensor_to_py_object_no_sync(given_up, &made) != 0) return nullptr;
+      one = Owned(static_cast<PyObject*>(made));
+    }
+    if (self.outputs == 1) return one.release();
+    PyTuple_SET_ITEM(all.get(), number++, one.release());
+  }
+  return all.release();
+}
+
+// A new reference; or nullptr where the long way serves, with or without an exception that it
+// repeats; or nullptr and *final, with an exception that stands.
+PyObject* serve(const Quick& self, PyObject* const* args, bool* final) {
+  if (!are_kinds(self, args) || !torch.is_plain_moment() || wants_gradient(self, args))
+    return nullptr;
+  QuickCall call{};
+  call.flags = environment.read();
+  *final = call.flags < 0;  // a variable's text is nonsense
+  if (call.flags < 0 || (call.flags & environment.refused) != 0) return nullptr;
+  QuickValue values[kMaxQuickValues];
+  DLTensor views[kMaxQuickValues];
+  if (torch.dlpack->dltensor_from_py_object_no_sync(args[0], &views[0]) != 0) return nullptr;
+  const bool on_cpu = views[0].device.device_type == kDLCPU;
+  if (on_cpu && torch.is_neg.truth(args[0]) != 0) return nullptr;
+  values[0].tensor = &views[0];
+  call.values = values;
+  call.given = 1;
+  QuickFunction function = nullptr;
+  const Owned kernel = find_kernel(self, args, on_cpu, &function);
+  if (!kernel || !convert(self, args, &call, values, views) || !prepare(views[0].device, &call)) {
+    return nullptr;
+  }
+  bool served = false;
+  // As torch does around its own operations: a launch may wait for the device.
+  Py_BEGIN_ALLOW_THREADS;
+  served = function(&call);
+  Py_END_ALLOW_THREADS;
+  PyObject* result = served ? results_of(self, args, &call) : nullptr;
+  for (DLManagedTensorVersioned* left : call.made) {
+    if (left != nullptr && left->deleter != nullptr) left->deleter(left);
+  }
+  return result;
+}
+
+}  // namespace
