@@ -20,6 +20,7 @@ PROCESSES = (
     "enable_waterfill",
     "waterfill_mode",
     "dynamic",
+    "exchange_choices",
     "fixed_size",
 )
 WATERFILL_MODES = ("exact", "exact_restricted", "sampled")
@@ -51,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--waterfill-mode", choices=WATERFILL_MODES, help="default: exact")
     group.add_argument(
         "--dynamic", action="store_true", help="waterfill by the counts of all ranks"
+    )
+    group.add_argument(
+        "--exchange-choices",
+        action="store_true",
+        help="waterfill, dynamic and exact_restricted, by the choices of all ranks",
     )
     group.add_argument(
         "--fixed-size", action="store_true", help="also time dispatch without a host wait"

@@ -44,6 +44,7 @@ class Job:
         providers: By name, in order.
         waterfill_mode: Of the balancer.
         dynamic: Whether it sees all ranks' counts.
+        exchange_choices: Whether it sees all ranks' choices instead.
         rounds: Samples a provider.
     """
 
@@ -56,6 +57,7 @@ class Job:
     providers: tuple[str, ...]
     waterfill_mode: str
     dynamic: bool
+    exchange_choices: bool
     rounds: int
 
     @property
@@ -143,9 +145,7 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
     skew = SKEW if arguments.skew is None else arguments.skew
     if not math.isfinite(skew):
         raise ValueError(f"--skew: expected a finite number, got {skew}")
-    if not arguments.enable_waterfill:
-        for option in typed(arguments, ("dynamic", "waterfill_mode"))[:1]:
-            raise ValueError(f"{option}: expected --enable-waterfill with it")
+    _check_waterfill(arguments)
     jobs = []
     for name in names:
         for ranks in all_ranks:
@@ -170,10 +170,25 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
                     providers=_providers(arguments, device, backend),
                     waterfill_mode=arguments.waterfill_mode or "exact",
                     dynamic=arguments.dynamic,
+                    exchange_choices=arguments.exchange_choices,
                     rounds=rounds,
                 )
             )
     return jobs
+
+
+def _check_waterfill(arguments: argparse.Namespace) -> None:
+    if not arguments.enable_waterfill:
+        for option in typed(arguments, ("dynamic", "exchange_choices", "waterfill_mode"))[:1]:
+            raise ValueError(f"{option}: expected --enable-waterfill with it")
+    if arguments.exchange_choices:
+        if not arguments.dynamic:
+            raise ValueError("--exchange-choices: expected --dynamic with it")
+        if arguments.waterfill_mode != "exact_restricted":
+            raise ValueError(
+                "--exchange-choices: expected --waterfill-mode exact_restricted with it, got "
+                f"{arguments.waterfill_mode or 'exact, the default'}"
+            )
 
 
 def _check_backend(backend: str, device: str, ranks: int, gpus: int) -> None:

@@ -100,14 +100,14 @@ class Rank:
             stage_through_host=staged,
             max_tokens_per_rank=max(self.job.tokens) if provider == FIXED else None,
         )
-        counting = _Counting(self._expander(provider), self.layout, not fused)
+        counting = _Counting(self._expander(provider, len(x)), self.layout, not fused)
         expand = (counting if count else counting.expand) if fused else None
         record = counting.record if count else None
         path = ExpertParallelPath(dispatcher, expand, record=record)
         block = self.blocks[fused]
         return lambda: block.forward_deepep(x, path), counting
 
-    def _expander(self, provider: str) -> SharedExpander:
+    def _expander(self, provider: str, num_tokens: int) -> SharedExpander:
         if provider != WATERFILL:
             return HomeExpander(self.layout, self.rank)
         job = self.job
@@ -117,6 +117,7 @@ class Rank:
             mode=job.waterfill_mode,
             group=self.group if job.dynamic else None,
             dynamic=job.dynamic,
+            max_tokens_per_rank=num_tokens if job.exchange_choices else None,
         )
 
     def check(self, provider: str, x: Tensor) -> tuple[float, list[int], list[int]]:

@@ -62,6 +62,45 @@ def test_two_processes_end_to_end(tmp_path, capfd):
     assert f"2 ranks, gloo, {SEPARATE}: rows a rank" in printed
 
 
+@needs_gloo
+def test_two_processes_exchange_their_choices(tmp_path):
+    """Each must hand the other its ids, and the two must agree on who takes which shared row."""
+    path = tmp_path / "ep.json"
+    words = ["--ranks", "2", "--tokens", "9,4", "--rounds", "1", "--enable-waterfill", "--dynamic"]
+    words += ["--exchange-choices", "--waterfill-mode", "exact_restricted"]
+    words += ["--providers", f"{OURS},{WATERFILL}"]
+    assert cli.main(["bench", "ep", "--device", "cpu", *words, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())
+    assert [(row["num_tokens"], row["provider"]) for row in rows] == [
+        (count, name) for count in (9, 4) for name in (OURS, WATERFILL)
+    ]
+    for home, level in zip(rows[::2], rows[1::2], strict=True):
+        assert level["worst_share"] < 2**-6 and "--exchange-choices" in level["command"]
+        assert sum(level["rows_per_rank"]) == sum(home["rows_per_rank"])
+        assert max(level["rows_per_rank"]) < max(home["rows_per_rank"])
+
+
+@needs_gloo
+@pytest.mark.parametrize("exchange", [False, True])
+def test_the_balancer_is_told_whether_to_exchange(tmp_path, monkeypatch, exchange):
+    told = []
+    balancer = ep_ranks.WaterfillBalancer
+    monkeypatch.setattr(
+        ep_ranks, "WaterfillBalancer", lambda *a, **k: told.append(k) or balancer(*a, **k)
+    )
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    job = job_of(
+        providers=(WATERFILL,),
+        waterfill_mode="exact_restricted",
+        dynamic=True,
+        exchange_choices=exchange,
+    )
+    with ep_ranks.joined(job, 0, f"file://{tmp_path}/store"), torch.no_grad():
+        rank = ep_ranks.Rank(job, dist.group.WORLD, torch.device("cpu"))
+        assert rank.measure(5)[0].worst_share < 2**-6
+    assert {options["max_tokens_per_rank"] for options in told} == {5 if exchange else None}
+
+
 def job_of(**changes):
     fields = {
         "case": "tiny",
@@ -73,6 +112,7 @@ def job_of(**changes):
         "providers": (OURS, SEPARATE),
         "waterfill_mode": "exact",
         "dynamic": False,
+        "exchange_choices": False,
         "rounds": 1,
     }
     return Job(**fields | changes)
@@ -140,6 +180,23 @@ def test_a_wrong_provider_makes_the_run_fail(monkeypatch, caplog, tmp_path):
         ),
         (["--dynamic"], "--dynamic: expected --enable-waterfill with it"),
         (["--waterfill-mode", "sampled"], "--waterfill-mode: expected --enable-waterfill with it"),
+        (["--exchange-choices"], "--exchange-choices: expected --enable-waterfill with it"),
+        (
+            ["--enable-waterfill", "--exchange-choices"],
+            "--exchange-choices: expected --dynamic with it",
+        ),
+        (
+            ["--enable-waterfill", "--dynamic", "--exchange-choices"],
+            "expected --waterfill-mode exact_restricted with it, got exact, the default",
+        ),
+        (
+            ["--enable-waterfill", "--dynamic", "--exchange-choices", "--waterfill-mode=sampled"],
+            "expected --waterfill-mode exact_restricted with it, got sampled",
+        ),
+        (
+            ["--simulate", "--exchange-choices"],
+            "--exchange-choices: means nothing to bench ep --simulate",
+        ),
         (["--backend", "nccl"], "--backend: expected gloo on CPUs, got nccl"),
         (["--plot", "x"], "--plot: means nothing to bench ep without --simulate; leave it out"),
         (["--trace", "x"], "--trace: means nothing to bench ep without --simulate; leave it out"),
