@@ -1,16 +1,19 @@
 # SPDX-FileCopyrightText: The sgl_moe_jit authors
 # SPDX-License-Identifier: Apache-2.0
-"""What each process checks of dispatch and block on GPUs: over NCCL, or gloo through the host."""
+"""What each process checks of dispatch, block and balancer on GPUs, over NCCL or gloo."""
 
 import torch
 import torch.distributed as dist
 
+from sgl_moe_jit.ep.balance import WaterfillBalancer
 from sgl_moe_jit.ep.dispatch import TorchDispatcher
 from sgl_moe_jit.ep.home import HomeExpander
 from sgl_moe_jit.ep.layout import EpLayout
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
 from sgl_moe_jit.moe.dispatch import ExpertParallelPath
+from sgl_moe_jit.ops import reference_waterfill
 from tests.ep.ep_cases import FixedGate, H, SharedMlp, Whole, check_output, choose, random
+from tests.ops.ep_topk_cases import assert_same, make_ids, make_weights
 
 BF16 = torch.bfloat16
 TOKENS = (5, 0, 7)  # of rank r in round n: TOKENS[(r + n) % 3]
@@ -76,6 +79,79 @@ def check_capture(group, device):
         assert torch.equal(block.forward_deepep(x, path, num_token_non_padded=padded), replayed)
 
 
+class Exchange:
+    """A balancer that exchanges choices, and what it must give: one greedy pass on a CPU."""
+
+    def __init__(self, group):
+        self.group = group
+        self.shape = (12, group.size())
+        self.capacity = max(TOKENS)
+        self.balancer = WaterfillBalancer(
+            EpLayout(12, ep_size=group.size()),
+            group.rank(),
+            mode="exact_restricted",
+            group=group,
+            dynamic=True,
+            max_tokens_per_rank=self.capacity,
+        )
+
+    def ids_of(self, rank, num_tokens, seed):
+        return make_ids(num_tokens, 12, 3, absent=0.2, seed=seed + rank, skew=6.0)
+
+    def expected(self, sizes, valid, seed):
+        """This rank's rows of the oracle's pass over the tokens of all."""
+        everybody = torch.full((len(sizes) * self.capacity, 3), -1, dtype=torch.int32)
+        for rank, (count, live) in enumerate(zip(sizes, valid, strict=True)):
+            first = rank * self.capacity
+            everybody[first : first + live] = self.ids_of(rank, count, seed)[:live]
+        where = reference_waterfill.restricted(everybody, *self.shape, 0)
+        weights = make_weights(everybody)
+        first = self.group.rank() * self.capacity
+        mine = slice(first, first + sizes[self.group.rank()])
+        weights[mine] = make_weights(self.ids_of(self.group.rank(), sizes[self.group.rank()], seed))
+        ids, weights = reference_waterfill.expand(everybody, weights, *self.shape, where, 0.4)
+        return ids[mine], weights[mine]
+
+
+def check_exchange(group, device):
+    """Sources of other sizes, one of them without tokens; padding in the others."""
+    exchange, rank = Exchange(group), group.rank()
+    for shift in range(3):
+        sizes = [TOKENS[(r + shift) % 3] for r in range(group.size())]
+        valid = [max(size - 1, 0) for size in sizes]
+        ids = exchange.ids_of(rank, sizes[rank], 90 + shift)
+        count = torch.tensor(valid[rank], dtype=torch.int32, device=device)
+        got = exchange.balancer(ids.to(device), make_weights(ids).to(device), 0.4, count)
+        assert got[0].device == device
+        assert_same(got, exchange.expected(sizes, valid, 90 + shift))
+
+
+def check_exchange_capture(group, device):
+    """The exchange in a CUDA graph: replays see other ids, weights and padding of every rank."""
+    exchange, rank = Exchange(group), group.rank()
+    num_tokens = exchange.capacity
+    ids = exchange.ids_of(rank, num_tokens, 0).to(device)
+    weights = make_weights(ids.cpu()).to(device)
+    count = torch.tensor(num_tokens, dtype=torch.int32, device=device)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            exchange.balancer(ids, weights, 0.4, count)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = exchange.balancer(ids, weights, 0.4, count)
+    for step in range(4):
+        new = exchange.ids_of(rank, num_tokens, 200 + 10 * step)
+        ids.copy_(new), weights.copy_(make_weights(new)), count.fill_(num_tokens - step)
+        graph.replay()
+        torch.cuda.synchronize()
+        sizes, valid = ([n] * group.size() for n in (num_tokens, num_tokens - step))
+        assert_same(output, exchange.expected(sizes, valid, 200 + 10 * step))
+
+
 def run(rank, store, ranks, backend):
     """Entry of one process: NCCL with one rank a GPU, or gloo with all of them on the first."""
     device = torch.device("cuda", rank if backend == "nccl" else 0)
@@ -89,7 +165,9 @@ def run(rank, store, ranks, backend):
     try:
         with torch.no_grad():
             check(dist.group.WORLD, device, modes)
+            check_exchange(dist.group.WORLD, device)
             if backend == "nccl":
                 check_capture(dist.group.WORLD, device)
+                check_exchange_capture(dist.group.WORLD, device)
     finally:
         dist.destroy_process_group()

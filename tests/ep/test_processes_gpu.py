@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The sgl_moe_jit authors
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch and block on GPUs, in processes of their own."""
+"""Dispatch, block and balancer on GPUs, in processes of their own."""
 
 import pytest
 import torch
