@@ -6,10 +6,13 @@
 # $OUT; a failing step fails the run at its end. Steps by name, or all:
 #
 #   OUT=proof COMMIT=$(git rev-parse HEAD) PEERS="--peer sglang=DIR --peer flashinfer=DIR" \
-#     bash benchmarks/prove.sh [build] [tests] [sanitizer] [bench]
+#     WATERFILL_PEER="--peer sglang=DIR" bash benchmarks/prove.sh [build] [tests] [sanitizer] [bench]
+#
+# Of WATERFILL_PEER, DIR has sglang's deepep_waterfill_kernels.py, which lies apart from its finalize.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${OUT:?a folder for logs and results}" "${COMMIT:?the commit of this tree}" "${PEERS:=}"
+: "${WATERFILL_PEER:=}"
 PYTHON=${PYTHON:-python3}
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 # One cache for all steps, so that nothing is compiled twice.
@@ -61,6 +64,15 @@ bench() {
   done
   step bench_permute "$PYTHON" -m sgl_moe_jit bench permute --json "$OUT/permute.json" \
     --commit "$COMMIT"
+  # shellcheck disable=SC2086
+  step bench_waterfill "$PYTHON" -m sgl_moe_jit bench waterfill $WATERFILL_PEER \
+    --json "$OUT/waterfill.json" --commit "$COMMIT"
+  step bench_ep "$PYTHON" -m sgl_moe_jit bench ep --ranks 1,2 --enable-waterfill \
+    --json "$OUT/ep.json" --commit "$COMMIT"
+  # More ranks than GPUs, through the host: that it works, not how fast.
+  step bench_ep_gloo "$PYTHON" -m sgl_moe_jit bench ep --backend gloo --ranks 2,4 --tokens 32 --rounds 5 \
+    --enable-waterfill --dynamic --waterfill-mode exact_restricted --exchange-choices \
+    --json "$OUT/ep_gloo.json" --commit "$COMMIT"
 }
 
 for name in "${@:-build tests sanitizer bench}"; do
