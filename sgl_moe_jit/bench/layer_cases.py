@@ -104,6 +104,9 @@ def make_stock(layer: LayerCase, device: torch.device | str) -> torch.nn.Module:
     kind = getattr(getattr(modeling, f"modeling_{folder}"), name)
     with torch.device(device), torch.no_grad():
         block: torch.nn.Module = kind(config).to(torch.bfloat16)
+        gate = block.get_submodule("gate")
+        if hasattr(gate, "e_score_correction_bias"):
+            gate.float()  # as from_pretrained leaves such routers
         generator = torch.Generator(device=device).manual_seed(0)
         for parameter in block.parameters():
             parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)

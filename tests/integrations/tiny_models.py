@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 import transformers
 
@@ -163,3 +164,11 @@ def assert_close(got, expected, roundings: int, what: str):
 BLOCK_ROUNDINGS = HIDDEN + WIDTH + TOP_K + 4
 # Two layers; what attention, norms and head round is the same code in both.
 LOGIT_ROUNDINGS = 2 * BLOCK_ROUNDINGS
+
+
+def recorded_router_logits(model, ids):
+    """Return the router logits of each layer; skips where this transformers records none."""
+    logits = getattr(model(ids, output_router_logits=True), "router_logits", None)
+    if logits is None:
+        pytest.skip(f"{type(model).__name__} of this transformers records no router logits")
+    return logits

@@ -72,6 +72,8 @@ def route(gate: Any, x: Tensor) -> tuple[StandardTopKOutput | None, str]:
         return None, "gradients, tracing, or tensors that are not plain"
     if is_autocast_on("cuda"):
         return None, "autocast is on"
+    if bias is not None and bias.dtype in (torch.bfloat16, torch.float16):
+        bias = bias.float()  # as in the stock forward's sum with float32 scores
     experts = weight.shape[0]
     try:
         options = style.routing(gate, experts).kernel_options
