@@ -83,6 +83,8 @@ class EnvVar(Generic[T]):
         Raises:
             ValueError: the text is not of this variable's type; names variable and text.
         """
+        if environ_texts is not None and self.name.encode() not in environ_texts:
+            return self.default
         text = os.environ.get(self.name, "")
         if not text.strip():
             return self.default

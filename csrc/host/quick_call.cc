@@ -7,9 +7,6 @@
 // kind, does nothing trace, want a gradient or a negation? Then it hands the tensors to the module
 // that served last, as DLPack views that live on the stack. Whatever does not fit, and every error,
 // gives None: nothing was written, and the caller takes the long way, which has words for it.
-//
-// torch is reached through its Python objects (the functions behind them, where they are C) and
-// DLPack's table of C functions, so nothing here depends on torch's C++ ABI.
 #define PY_SSIZE_T_CLEAN
 #include "sgl_moe_jit/host/quick_call.h"
 
@@ -32,7 +29,11 @@ PyObject* quick_call(PyObject* object, PyObject* const* args, size_t nargsf, PyO
     return nullptr;
   }
   bool final = false;
-  PyObject* result = serve(self, args, &final);
+  PyObject* result = nullptr;
+  try {
+    result = serve(self, args, &final);
+  } catch (...) {  // of torch's: such a tensor is not for kernels
+  }
   if (result != nullptr || final) return result;
   if (PyErr_Occurred()) {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;  // such as an interrupt
@@ -52,7 +53,7 @@ PyObject* quick_new(PyTypeObject* type, PyObject* args, PyObject*) {
   int outputs = 0;
   for (const char* k = kinds; *k != 0; ++k) outputs += *k == kOutput;
   bool right = torch.tensor != nullptr && count <= kMaxQuickValues && kinds[0] == kTensor &&
-               std::strspn(kinds, "TxtnoiIfp") == static_cast<size_t>(count) && outputs >= 1 &&
+               std::strspn(kinds, "TxtoiIfp") == static_cast<size_t>(count) && outputs >= 1 &&
                outputs <= kMaxQuickMade && key > 0 && key < count && kinds[key] == kInt &&
                second < count && PyTuple_GET_SIZE(tables) == 3;
   for (Py_ssize_t i = 0; right && i < PyTuple_GET_SIZE(tables); ++i) {

@@ -3,9 +3,9 @@
 //
 // host/quick_python.h: Python references, and calls of Python's C functions without Python's call.
 //
-// `torch.is_grad_enabled` is a C function behind an object that takes no arguments, and
-// `Tensor.requires_grad` one behind a descriptor: reached directly, each costs a fifth of what
-// Python's own call protocol does. What is not of that shape is called as Python would.
+// Behind an object such as `torch._C._len_torch_function_stack` is a C function without arguments.
+// Called directly it costs a fifth of what Python's own call protocol does. What is not of that
+// shape is called as Python would.
 #pragma once
 
 #include <Python.h>
@@ -72,33 +72,6 @@ class NoArguments {
  private:
   PyObject *callable_ = nullptr, *self_ = nullptr;
   PyCFunction function_ = nullptr;
-};
-
-// A method without arguments or an attribute, of objects whose type has that descriptor.
-class OfTensor {
- public:
-  // Keeps the reference for ever; false when there is none.
-  bool set(PyObject* descriptor) {
-    if (descriptor == nullptr) return false;
-    descriptor_ = descriptor;
-    if (Py_IS_TYPE(descriptor, &PyMethodDescr_Type)) {
-      const PyMethodDef* method = reinterpret_cast<PyMethodDescrObject*>(descriptor)->d_method;
-      if (method->ml_flags == METH_NOARGS) method_ = method->ml_meth;
-    } else if (Py_IS_TYPE(descriptor, &PyGetSetDescr_Type)) {
-      getter_ = reinterpret_cast<PyGetSetDescrObject*>(descriptor)->d_getset;
-    }
-    return true;
-  }
-  int truth(PyObject* x) const {
-    if (method_) return truth_of(method_(x, nullptr));
-    if (getter_) return truth_of(getter_->get(x, getter_->closure));
-    return truth_of(PyObject_CallOneArg(descriptor_, x));
-  }
-
- private:
-  PyObject* descriptor_ = nullptr;
-  PyCFunction method_ = nullptr;
-  const PyGetSetDef* getter_ = nullptr;
 };
 
 }  // namespace

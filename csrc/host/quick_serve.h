@@ -5,10 +5,13 @@
 #pragma once
 
 #include <Python.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <cstring>
 
 #include "quick_python.h"
+#include "quick_tensor.h"
 #include "quick_torch.h"
 #include "sgl_moe_jit/host/quick_call.h"
 
@@ -24,8 +27,7 @@ enum Kind : char {
   kTensor = 'T',
   kIntTensor = 'x',  // of a dtype that takes no gradient
   kOptionalTensor = 't',
-  kUnnegatedTensor = 'n',  // optional, and declined with a negation pending
-  kOutput = 'o',           // optional; made when None
+  kOutput = 'o',  // optional; made when None
   kInt = 'i',
   kOptionalInt = 'I',
   kFloat = 'f',
@@ -45,8 +47,8 @@ struct Quick {
   char kinds[kMaxQuickValues + 1];
 };
 
-bool is_optional(char kind) { return std::strchr("tnoIp", kind) != nullptr; }
-bool takes_gradient(char kind) { return std::strchr("Ttno", kind) != nullptr; }
+bool is_optional(char kind) { return std::strchr("toIp", kind) != nullptr; }
+bool takes_gradient(char kind) { return std::strchr("Tto", kind) != nullptr; }
 
 bool is_kind(char kind, PyObject* x) {
   switch (kind) {
@@ -71,34 +73,22 @@ bool are_kinds(const Quick& self, PyObject* const* args) {
   return true;
 }
 
-// Whether autograd would want to know of the call, or that is not to be found out.
+// Whether autograd would want to know of the call.
 bool wants_gradient(const Quick& self, PyObject* const* args) {
-  const int enabled = torch.grad_enabled.truth();
-  if (enabled <= 0) return enabled < 0;
+  if (!c10::GradMode::is_enabled()) return false;
   for (int i = 0; i < self.count; ++i) {
     if ((self.differentiable >> i & 1) != 0 && args[i] != Py_None &&
-        torch.requires_grad.truth(args[i]) != 0) {
+        torch.tensors.of(args[i]).requires_grad()) {
       return true;
     }
   }
   return false;
 }
 
-// A tensor as the kernel sees it; false where the long way serves. Only on a CPU do modules serve
-// dtypes of which every tensor may be a view with a negation pending.
-bool view(char kind, bool on_cpu, PyObject* x, DLTensor* out) {
-  if ((kind == kUnnegatedTensor || on_cpu) && torch.is_neg.truth(x) != 0) return false;
-  if (kind == kOutput && torch.is_inference.truth(x) != 0 && torch.inference_enabled.truth() <= 0) {
-    return false;
-  }
-  return torch.dlpack->dltensor_from_py_object_no_sync(x, out) == 0;
-}
-
-// Everything after the first argument, whose view stands.
+// Fills values and views; false where the long way serves.
 bool convert(const Quick& self, PyObject* const* args, QuickCall* call, QuickValue* values,
              DLTensor* views) {
-  const bool on_cpu = views[0].device.device_type == kDLCPU;
-  for (int i = 1; i < self.count; ++i) {
+  for (int i = 0; i < self.count; ++i) {
     PyObject* x = args[i];
     values[i].integer = 0;
     if (x == Py_None) continue;
@@ -116,7 +106,12 @@ bool convert(const Quick& self, PyObject* const* args, QuickCall* call, QuickVal
         if (x == Py_False) call->flags &= ~environment.pdl;
         break;
       default:
-        if (!view(self.kinds[i], on_cpu, x, &views[i])) return false;
+        c10::TensorImpl& tensor = torch.tensors.of(x);
+        if (self.kinds[i] == kOutput && tensor.is_inference() &&
+            !c10::InferenceMode::is_enabled()) {
+          return false;
+        }
+        if (!view_of(tensor, &views[i])) return false;
         values[i].tensor = &views[i];
     }
   }
@@ -157,10 +152,8 @@ PyObject* results_of(const Quick& self, PyObject* const* args, QuickCall* call) 
     if (self.kinds[i] != kOutput) continue;
     Owned one = Owned::borrowed(args[i]);
     if (args[i] != Py_None) {
-      Owned list(PyTuple_Pack(1, args[i]));
-      if (!list) return nullptr;
-      Owned done(PyObject_CallOneArg(torch.increment_version, list.get()));
-      if (!done) return nullptr;
+      c10::TensorImpl& written = torch.tensors.of(args[i]);
+      if (!written.is_inference()) written.bump_version();  // an inference tensor has none
     } else {
       if (call->made[number] == nullptr) return nullptr;
       void* made = nullptr;
@@ -186,17 +179,12 @@ PyObject* serve(const Quick& self, PyObject* const* args, bool* final) {
   if (call.flags < 0 || (call.flags & environment.refused) != 0) return nullptr;
   QuickValue values[kMaxQuickValues];
   DLTensor views[kMaxQuickValues];
-  if (torch.dlpack->dltensor_from_py_object_no_sync(args[0], &views[0]) != 0) return nullptr;
-  const bool on_cpu = views[0].device.device_type == kDLCPU;
-  if (on_cpu && torch.is_neg.truth(args[0]) != 0) return nullptr;
-  values[0].tensor = &views[0];
   call.values = values;
-  call.given = 1;
+  if (!convert(self, args, &call, values, views)) return nullptr;
+  const DLDevice device = views[0].device;  // the first parameter is a tensor
   QuickFunction function = nullptr;
-  const Owned kernel = find_kernel(self, args, on_cpu, &function);
-  if (!kernel || !convert(self, args, &call, values, views) || !prepare(views[0].device, &call)) {
-    return nullptr;
-  }
+  const Owned kernel = find_kernel(self, args, device.device_type == kDLCPU, &function);
+  if (!kernel || !prepare(device, &call)) return nullptr;
   bool served = false;
   // As torch does around its own operations: a launch may wait for the device.
   Py_BEGIN_ALLOW_THREADS;

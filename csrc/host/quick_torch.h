@@ -5,9 +5,11 @@
 #pragma once
 
 #include <Python.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <dlpack/dlpack.h>
 
 #include "quick_python.h"
+#include "quick_tensor.h"
 
 namespace {
 
@@ -27,9 +29,8 @@ inline PyObject* keep_attribute(PyTypeObject* type, const char* name) {
 struct Torch {
   PyTypeObject* tensor = nullptr;  // the last to be set
   const DLPackExchangeAPI* dlpack = nullptr;
-  NoArguments dispatch_modes, function_modes, is_tracing, grad_enabled, inference_enabled;
-  OfTensor requires_grad, is_neg, is_inference;
-  PyObject* increment_version = nullptr;
+  TensorLayout tensors;
+  NoArguments function_modes, is_tracing;
   PyObject* cpu_settings = nullptr;  // returns QuickCall::cpu
   PyObject* forward_ad = nullptr;    // the module's dict
   PyObject* level_name = nullptr;
@@ -37,24 +38,19 @@ struct Torch {
   // Returns false with an exception set.
   bool bind(PyObject* named) {
     PyObject* type = keep(named, "tensor");
-    increment_version = keep(named, "increment_version");
     cpu_settings = keep(named, "cpu_settings");
     forward_ad = keep(named, "forward_ad");
     level_name = PyUnicode_InternFromString("_current_level");
-    if (!type || !increment_version || !cpu_settings || !forward_ad || !level_name) return false;
+    if (!type || !cpu_settings || !forward_ad || !level_name) return false;
     if (!PyType_Check(type) || !PyDict_Check(forward_ad)) {
       PyErr_SetString(PyExc_TypeError, "bind: expected a type as tensor, a dict as forward_ad");
       return false;
     }
     PyTypeObject* of = reinterpret_cast<PyTypeObject*>(type);
-    if (!dispatch_modes.set(keep(named, "dispatch_modes")) ||
+    const Owned examples(keep(named, "examples"));
+    if (!examples || !tensors.find(of, examples.get()) ||
         !function_modes.set(keep(named, "function_modes")) ||
-        !is_tracing.set(keep(named, "is_tracing")) ||
-        !grad_enabled.set(keep(named, "grad_enabled")) ||
-        !inference_enabled.set(keep(named, "inference_enabled")) ||
-        !requires_grad.set(keep_attribute(of, "requires_grad")) ||
-        !is_neg.set(keep_attribute(of, "is_neg")) ||
-        !is_inference.set(keep_attribute(of, "is_inference")) || !find_dlpack(of)) {
+        !is_tracing.set(keep(named, "is_tracing")) || !find_dlpack(of)) {
       return false;
     }
     tensor = of;
@@ -63,7 +59,8 @@ struct Torch {
 
   // Whether nothing is active that must see the call: a mode, a trace, a forward-mode level.
   bool is_plain_moment() const {
-    if (dispatch_modes.truth() != 0 || function_modes.truth() != 0 || is_tracing.truth() != 0) {
+    if (c10::impl::TorchDispatchModeTLS::stack_len() != 0 || function_modes.truth() != 0 ||
+        is_tracing.truth() != 0) {
       return false;
     }
     PyObject* level = PyDict_GetItemWithError(forward_ad, level_name);
@@ -77,8 +74,7 @@ struct Torch {
     const auto* api = static_cast<const DLPackExchangeAPI*>(
         PyCapsule_GetPointer(capsule.get(), "dlpack_exchange_api"));
     if (api == nullptr) return false;
-    if (api->header.version.major != DLPACK_MAJOR_VERSION ||
-        !api->dltensor_from_py_object_no_sync || !api->managed_tensor_allocator ||
+    if (api->header.version.major != DLPACK_MAJOR_VERSION || !api->managed_tensor_allocator ||
         !api->managed_tensor_to_py_object_no_sync || !api->current_work_stream) {
       PyErr_SetString(PyExc_RuntimeError, "bind: this torch has another DLPack interface");
       return false;

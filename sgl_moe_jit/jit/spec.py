@@ -170,8 +170,8 @@ def make_spec(
 ) -> BuildSpec:
     """Turn :func:`load_jit`'s arguments into a :class:`BuildSpec`. Starts no process.
 
-    ``python``: it is an extension of this very Python, whose headers it may include and whose
-    symbols it finds when it is loaded.
+    ``python``: it is an extension of this very Python and torch. It may include the headers of
+    Python and c10, and finds Python's symbols when it is loaded.
 
     Raises:
         TypeError: a string where a list of strings is expected.
@@ -229,9 +229,14 @@ def make_spec(
     for i, folder in enumerate(dict.fromkeys(tvm_ffi.libinfo.include_paths())):
         includes += ["-isystem", roots.add(f"tvm_ffi{i}", Path(folder))]
     if python:
+        import torch
+
+        package = Path(torch.__file__).parent
         includes += ["-isystem", roots.add("python", Path(sysconfig.get_path("include")))]
+        includes += ["-isystem", roots.add("torch", package / "include")]
         extra_cflags = [*extra_cflags, f"-DSMJ_PYTHON_ABI={sysconfig.get_config_var('SOABI')}"]
-        extra_ldflags = [*extra_ldflags, "-Wl,--unresolved-symbols=ignore-all"]
+        library = f"-L{roots.add('torch_lib', package / 'lib')}"
+        extra_ldflags = [*extra_ldflags, library, "-lc10", "-Wl,--unresolved-symbols=ignore-all"]
     # The build links roots/cuda to the toolkit's headers; nvcc finds its own.
     cuda_include = ["-isystem", "roots/cuda"] if cuda_files else []
 

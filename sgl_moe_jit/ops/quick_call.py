@@ -63,9 +63,8 @@ class QuickWay:
         Args:
             in_python: Serves until the extension does.
             parameters: Their kinds, a letter each; the first is a tensor. ``T`` tensor, ``x``
-                tensor of integers, ``t`` tensor or None, ``n`` the same without a negation pending,
-                ``o`` output or None (make it), ``i`` int, ``I`` int or None, ``f`` float, ``p``
-                True, False or None, for dependent launches.
+                tensor of integers, ``t`` tensor or None, ``o`` output or None (make it), ``i`` int,
+                ``I`` int or None, ``f`` float, ``p`` True, False or None, for dependent launches.
             tables: The modules that served last, by the ``key`` parameter: tuples that end in what
                 the module's ``quick_address`` returned. The last table is for a CPU.
             key: Number of an ``i`` parameter.
@@ -128,12 +127,9 @@ def _extension() -> tuple[ModuleType | None, str]:
         extension = load_extension(extension_spec(), _MODULE)
         extension.bind(
             tensor=Tensor,
-            dispatch_modes=torch._C._len_torch_dispatch_stack,
             function_modes=torch._C._len_torch_function_stack,
             is_tracing=torch._C._is_tracing,
-            grad_enabled=torch.is_grad_enabled,
-            inference_enabled=torch.is_inference_mode_enabled,
-            increment_version=torch._C._increment_version,
+            examples=tuple((x, x._cdata) for x in (torch.empty(1), torch.empty(2), torch.empty(3))),
             cpu_settings=cpu_settings,
             forward_ad=vars(forward_ad),
             texts=env.environ_texts,
