@@ -155,7 +155,10 @@ PyObject* results_of(const Quick& self, PyObject* const* args, QuickCall* call) 
       c10::TensorImpl& written = torch.tensors.of(args[i]);
       if (!written.is_inference()) written.bump_version();  // an inference tensor has none
     } else {
-      if (call->made[number] == nullptr) return nullptr;
+      if (call->made[number] == nullptr) {
+        PyErr_SetString(PyExc_RuntimeError, "the kernel's module made no output");
+        return nullptr;
+      }
       void* made = nullptr;
       DLManagedTensorVersioned* given_up = call->made[number];
       call->made[number] = nullptr;
@@ -190,6 +193,8 @@ PyObject* serve(const Quick& self, PyObject* const* args, bool* final) {
   Py_BEGIN_ALLOW_THREADS;
   served = function(&call);
   Py_END_ALLOW_THREADS;
+  // From here on no repetition: a given output may have been an input too.
+  *final = served;
   PyObject* result = served ? results_of(self, args, &call) : nullptr;
   for (DLManagedTensorVersioned* left : call.made) {
     if (left != nullptr && left->deleter != nullptr) left->deleter(left);

@@ -7,9 +7,8 @@
 // SMJ_GATE.
 #include <tvm/ffi/function.h>
 
-#include <atomic>
-
 #include "sgl_moe_jit/host/cuda_call.h"
+#include "sgl_moe_jit/host/served_devices.h"
 #include "sgl_moe_jit/moe/finalize_checks.h"
 #include "sgl_moe_jit/moe/finalize_launch.h"
 #include "sgl_moe_jit/moe/finalize_quick.h"
@@ -22,19 +21,9 @@ using host::DType;
 using host::Optional;
 using host::TensorView;
 
-// Devices that this module's code is for, and whether they have PDL; a bit each.
-std::atomic<uint64_t> served{0}, served_with_pdl{0};
+host::ServedDevices served;
 
-void serve_device(int64_t device, bool supports_pdl) {
-  TVM_FFI_ICHECK(device >= 0 && device < 64) << "device: expected 0 to 63, got " << device;
-  if (supports_pdl) served_with_pdl |= uint64_t{1} << device;
-  served |= uint64_t{1} << device;
-}
-
-bool has_bit(const std::atomic<uint64_t>& bits, DLDevice device) {
-  return device.device_type == kDLCUDA && device.device_id >= 0 && device.device_id < 64 &&
-         (bits.load(std::memory_order_relaxed) >> device.device_id & 1) != 0;
-}
+void serve_device(int64_t device, bool supports_pdl) { served.add(device, supports_pdl); }
 
 // Whether this module is the one for a call. The caller may guess and ask, which costs it less than
 // to look at the tensors itself.
@@ -43,7 +32,7 @@ bool is_for(const moe::FinalizeInputs& in, int64_t top_k) {
       in.weights.has_value() ? host::dtype_of(in.weights.value().dtype()) : DType::kNone;
   return host::dtype_of(in.gemm2_out.dtype()) == DType::SMJ_ACTIVATION_DTYPE &&
          weight == DType::SMJ_WEIGHT_DTYPE && (SMJ_TOP_K == 0 || SMJ_TOP_K == top_k) &&
-         in.gate_logits.has_value() == (SMJ_GATE != 0) && has_bit(served, in.gemm2_out.device());
+         in.gate_logits.has_value() == (SMJ_GATE != 0) && served.has(in.gemm2_out.device());
 }
 
 enum Flags : int64_t { kPdl = 1, kVector = 2 };
@@ -51,7 +40,7 @@ enum Flags : int64_t { kPdl = 1, kVector = 2 };
 void launch(const moe::FinalizeCall& call, DLDevice device, int64_t flags, cudaStream_t stream) {
   if (call.params.num_tokens == 0) return;
   host::DeviceGuard guard(device.device_id);
-  const bool pdl = (flags & kPdl) != 0 && has_bit(served_with_pdl, device);
+  const bool pdl = (flags & kPdl) != 0 && served.has_pdl(device);
   host::check_cuda(
       moe::launch_finalize(call.params, device.device_id, pdl, (flags & kVector) != 0, stream),
       "moe_finalize_fuse_shared");

@@ -10,9 +10,25 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit.ops.finalize_arguments import check_kinds
-from sgl_moe_jit.ops.finalize_norm_kernel import OP, OP_FP8, NormInputs, NormOutputs, run
+from sgl_moe_jit.ops.finalize_norm_kernel import (
+    LAST_CPU,
+    LAST_CUDA,
+    OP,
+    OP_FP8,
+    NormInputs,
+    NormOutputs,
+    run,
+)
 from sgl_moe_jit.ops.finalize_norm_schema import new_outputs, write
 from sgl_moe_jit.ops.library import can_bypass_dispatcher, refuse_functional_gradients
+from sgl_moe_jit.ops.quick_call import QuickWay, never
+
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # bound once: the look-up costs as much
+
+# The parameters up to the outputs, which differ; top_k is number 7.
+_KINDS = "TxtttTTifpf"
+_QUICK = QuickWay(never, _KINDS + "oo", (LAST_CUDA[False], {}, LAST_CPU[False]), 7)
+_QUICK_FP8 = QuickWay(never, _KINDS + "ooo", (LAST_CUDA[True], {}, LAST_CPU[True]), 7)
 
 # A caller's own out, residual_out and out_scale.
 _Given = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -79,6 +95,24 @@ def moe_finalize_fuse_shared_add_rmsnorm(
     Source: include/sgl_moe_jit/moe/finalize_norm.cuh, csrc/moe/finalize_norm_cpu.cc.
     Reference: sgl_moe_jit.ops.reference_norm.moe_finalize_fuse_shared_add_rmsnorm.
     """
+    if not _is_dynamo_compiling():
+        served: tuple[Tensor, Tensor] | None = _QUICK.call(
+            gemm2_out,
+            expanded_idx_to_permuted_idx,
+            expert_weights,
+            shared_output,
+            shared_gate_logits,
+            residual,
+            weight,
+            top_k,
+            eps,
+            enable_pdl,
+            routed_scaling_factor,
+            out,
+            residual_out,
+        )
+        if served is not None:
+            return served
     inputs = NormInputs(
         gemm2_out,
         expanded_idx_to_permuted_idx,
@@ -131,6 +165,25 @@ def moe_finalize_fuse_shared_add_rmsnorm_fp8(
     Source: include/sgl_moe_jit/moe/finalize_norm.cuh, csrc/moe/finalize_norm_cpu.cc.
     Reference: sgl_moe_jit.ops.reference_norm.moe_finalize_fuse_shared_add_rmsnorm_fp8.
     """
+    if not _is_dynamo_compiling():
+        served: tuple[Tensor, Tensor, Tensor] | None = _QUICK_FP8.call(
+            gemm2_out,
+            expanded_idx_to_permuted_idx,
+            expert_weights,
+            shared_output,
+            shared_gate_logits,
+            residual,
+            weight,
+            top_k,
+            eps,
+            enable_pdl,
+            routed_scaling_factor,
+            out,
+            out_scale,
+            residual_out,
+        )
+        if served is not None:
+            return served
     inputs = NormInputs(
         gemm2_out,
         expanded_idx_to_permuted_idx,

@@ -21,14 +21,14 @@ from sgl_moe_jit.jit import (
     make_spec,
     register_family,
 )
-from sgl_moe_jit.ops.cpu_threads import cpu_workers
+from sgl_moe_jit.ops import quick_call
 from sgl_moe_jit.ops.finalize_kernel import (
     CPP_TYPES,
     UNROLLED_TOP_K,
     check_dtypes,
     check_indices,
 )
-from sgl_moe_jit.ops.library import cpu_isa
+from sgl_moe_jit.ops.library import cpu_settings
 
 OP = "moe_finalize_fuse_shared_add_rmsnorm"
 OP_FP8 = f"{OP}_fp8"
@@ -111,18 +111,34 @@ register_family(
 )
 
 
+class NormKernel(NamedTuple):
+    """A loaded module's export, and its address for the extension of ``ops/quick_call.py``."""
+
+    write: Any
+    quick: int
+
+
 @cache_once
-def _cpu_kernel() -> Any:
-    return load_spec(_cpu_spec()).moe_finalize_norm
+def _cpu_kernel(fp8: bool, /) -> NormKernel:
+    with quick_call.loading():
+        module = load_spec(_cpu_spec())
+    return NormKernel(module.moe_finalize_norm, module.quick_address(fp8))
 
 
 @cache_once
 def _cuda_kernel(
     activation: torch.dtype, top_k: int, fp8: bool, device_index: int, /
-) -> tuple[Any, bool]:
+) -> NormKernel:
     arch = current_arch(device_index)
-    module = load_spec(cuda_spec(activation, top_k, fp8, arch))
-    return module.moe_finalize_norm, arch.supports_pdl
+    with quick_call.loading():
+        module = load_spec(cuda_spec(activation, top_k, fp8, arch))
+    module.serve_device(device_index, arch.supports_pdl)
+    return NormKernel(module.moe_finalize_norm, module.quick_address())
+
+
+# By whether there is a scale, and by top_k: the modules that served last, on a GPU and on a CPU.
+LAST_CUDA: dict[bool, dict[int, NormKernel]] = {False: {}, True: {}}
+LAST_CPU: dict[bool, dict[int, NormKernel]] = {False: {}, True: {}}
 
 
 def run(
@@ -139,19 +155,19 @@ def run(
     device = gemm2_out.device
     tensors = (outputs.out, outputs.residual_out, outputs.out_scale, *inputs)
     numbers = (top_k, routed_scaling_factor, eps)
+    fp8 = outputs.out_scale is not None
     if device.type == "cpu":
-        _cpu_kernel()(*tensors, *numbers, cpu_isa(), *cpu_workers())
+        kernel = LAST_CPU[fp8][top_k] = _cpu_kernel(fp8)
+        kernel.write(*tensors, *numbers, *cpu_settings())
         return
     if device.type != "cuda" or torch.version.cuda is None:
         raise ValueError(f"gemm2_out: expected a CPU or NVIDIA CUDA tensor, got device {device}")
     flags = env.launch_flags()
     if flags & env.FLAG_CHECK_INDICES:
         check_indices(idx, gemm2_out.shape[0])
-    kernel, pdl_supported = _cuda_kernel(
-        gemm2_out.dtype,
-        top_k if top_k in UNROLLED_TOP_K else 0,
-        outputs.out_scale is not None,
-        device.index,
-    )
-    pdl = pdl_supported and enable_pdl is not False and flags & env.FLAG_PDL != 0
-    kernel(*tensors, *numbers, pdl, flags & env.FLAG_VECTOR != 0)
+    if enable_pdl is False:
+        flags &= ~env.FLAG_PDL
+    unrolled = top_k if top_k in UNROLLED_TOP_K else 0
+    kernel = _cuda_kernel(gemm2_out.dtype, unrolled, fp8, device.index)
+    LAST_CUDA[fp8][top_k] = kernel
+    kernel.write(*tensors, *numbers, flags)

@@ -85,6 +85,10 @@ class QuickWay:
 _ways: list[QuickWay] = []
 
 
+def never(*_: object) -> None:
+    """Serve no call: of an op whose calls take the long way without the extension."""
+
+
 def why_in_python() -> str | None:
     """Return why eager calls cannot leave Python here, or None. Builds nothing.
 

@@ -21,9 +21,9 @@ inline Optional<int64_t> quick_optional_int(const QuickCall& call, int i) {
   return call.has(i) ? Optional<int64_t>(call.values[i].integer) : std::nullopt;
 }
 
-// Makes output number i, row-major, with torch's allocator, and returns its memory.
-inline void* quick_make(QuickCall* call, int i, std::initializer_list<int64_t> shape,
-                        DLDataType dtype, DLDevice device) {
+// Makes output number i, row-major, with torch's allocator.
+inline TensorView quick_make(QuickCall* call, int i, std::initializer_list<int64_t> shape,
+                             DLDataType dtype, DLDevice device) {
   DLTensor prototype{};
   prototype.device = device;
   prototype.dtype = dtype;
@@ -32,7 +32,7 @@ inline void* quick_make(QuickCall* call, int i, std::initializer_list<int64_t> s
   const auto ignore = [](void*, const char*, const char*) {};  // repeated where it is reported
   const int status = call->allocate(&prototype, &call->made[i], nullptr, ignore);
   TVM_FFI_CHECK(status == 0, RuntimeError) << "no memory for an output";
-  return call->made[i]->dl_tensor.data;
+  return &call->made[i]->dl_tensor;
 }
 
 // Runs serve(), which returns whether this module is the one for the call, and takes every

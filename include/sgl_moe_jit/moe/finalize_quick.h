@@ -33,7 +33,8 @@ struct QuickFinalize {
 
   void* make_out(host::QuickCall* call, const FinalizeParams& p) const {
     return host::quick_make(call, 0, {p.num_tokens, p.hidden_dim}, gemm2_out.dtype(),
-                            gemm2_out.device());
+                            gemm2_out.device())
+        .data_ptr();
   }
 };
 
