@@ -127,9 +127,12 @@ def warmup(arch: str | None = None) -> None:
             its CPU and its GPU.
 
     Raises:
+        TypeError: ``arch`` is no string.
         ValueError: a target does not exist.
         SglMoeJitError: some kernels could not be built, after all others were; names each.
     """
+    if arch is not None and not isinstance(arch, str):
+        raise TypeError(f"arch: expected a string or None, got {type(arch).__name__}")
     results = build(choose_targets(arch, cpu=False, every=False))
     failures = [f"{result.target}: {failure}" for result in results for failure in result.failures]
     if failures:

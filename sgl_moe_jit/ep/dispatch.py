@@ -26,6 +26,7 @@ from sgl_moe_jit.ep.dispatch_plan import Targets, read_notices, stopped_notices
 from sgl_moe_jit.ep.transport import Transport
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.dispatch import DispatchedRows
+from sgl_moe_jit.moe.input_checks import described
 from sgl_moe_jit.moe.topk import StandardTopKOutput
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ class TorchDispatcher:
                 "group: expected a process group, got None; call "
                 "torch.distributed.init_process_group, then pass torch.distributed.group.WORLD"
             )
+        if not callable(getattr(group, "size", None)) or not callable(getattr(group, "rank", None)):
+            raise TypeError(f"group: expected a process group, got {described(group)}")
         check_least("num_local_experts", num_local_experts, 1)
         if not isinstance(stage_through_host, bool):
             raise TypeError(f"stage_through_host: expected a bool, got {stage_through_host!r}")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sgl_moe_jit.ep.layout import EpLayout, check_layout, may_read
 from sgl_moe_jit.errors import UnsupportedError
+from sgl_moe_jit.moe.input_checks import described
 from sgl_moe_jit.moe.topk_selection import padded_rows
 from sgl_moe_jit.ops.finalize_arguments import check_int
 
@@ -32,7 +33,12 @@ def mark_global_experts(tensor: Tensor) -> Tensor:
     Its length may happen to be that of a rank's slots; it does not move with them. The mark is an
     attribute: ``.to`` and pickling keep it, ``copy.deepcopy`` of a parameter drops it, as torch
     drops all attributes there. Mark the copy again.
+
+    Raises:
+        TypeError: not a tensor.
     """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"tensor: expected a Tensor, got {described(tensor)}")
     setattr(tensor, _GLOBAL, True)
     return tensor
 

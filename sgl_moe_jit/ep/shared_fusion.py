@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_moe_jit import env
 from sgl_moe_jit.ep.backends import dispatch_backend
 from sgl_moe_jit.errors import UnsupportedError
+from sgl_moe_jit.moe.input_checks import described
 from sgl_moe_jit.ops.finalize_arguments import check_int
 
 if TYPE_CHECKING:
@@ -173,9 +174,12 @@ def determine_num_fused_shared_experts(config: SharedExpertFusionConfig) -> tupl
         (S, why), or (0, what stands against it).
 
     Raises:
+        TypeError: ``config`` is something else.
         UnsupportedError: ``enforce_fusion`` or ``enable_waterfill`` asks for what cannot be; says
             why. They are never ignored.
     """
+    if not isinstance(config, SharedExpertFusionConfig):
+        raise TypeError(f"config: expected a SharedExpertFusionConfig, got {described(config)}")
     if config.disable_fusion:
         return 0, "disable_fusion=True"
     hard, soft = "; ".join(_hard_reasons(config)), "; ".join(_soft_reasons(config))

@@ -24,6 +24,7 @@ from torch import Tensor
 from sgl_moe_jit.ep.trace_file import RoutingTrace, load_trace
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
 from sgl_moe_jit.moe.block_facts import checked_topk
+from sgl_moe_jit.moe.input_checks import check_module
 from sgl_moe_jit.moe.layer_base import MoELayer
 from sgl_moe_jit.moe.router import Router
 from sgl_moe_jit.moe.runners.base import as_standard
@@ -103,9 +104,11 @@ def record_routing(
         The recorder; ask it for ``trace()`` inside the context or after it.
 
     Raises:
+        TypeError: ``model`` is not a module.
         ValueError: there is no layer, layers differ in E, or one holds a slice, or shared experts
             beside routed ones, and neither a ``Router`` nor ``num_experts`` says E.
     """
+    check_module("model", model)
     named = {
         id(block.experts): (name or type(block).__name__, block)
         for name, block in model.named_modules()

@@ -25,6 +25,7 @@ from sgl_moe_jit.moe.block_gates import (
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput, requested_defer
 from sgl_moe_jit.moe.dispatch import ExpertParallelPath
 from sgl_moe_jit.moe.expert_slice import ReduceGroups
+from sgl_moe_jit.moe.input_checks import check_callable, rows_of
 from sgl_moe_jit.moe.layer_base import MoELayer
 from sgl_moe_jit.moe.router import moving_only
 from sgl_moe_jit.moe.shared_order import Order
@@ -67,6 +68,7 @@ class SharedExpertMoEBlock(torch.nn.Module):
             None: read off their matrices.
 
     Raises:
+        TypeError: a part is neither a module nor a function.
         ValueError: arguments contradict each other.
     """
 
@@ -88,6 +90,7 @@ class SharedExpertMoEBlock(torch.nn.Module):
         shared_width: int | None = None,
     ) -> None:
         super().__init__()
+        check_callable("gate", gate)
         find.check_parts(experts, shared_experts, shared_expert_gate, shared_is_fused)
         self.groups: ReduceGroups = getattr(experts, "groups", None) or ReduceGroups(None, None)
         if reduce_results and not self.groups.given:
@@ -119,7 +122,7 @@ class SharedExpertMoEBlock(torch.nn.Module):
             Like ``hidden_states``; with a group and without ``reduce_results`` this rank's part.
 
         Raises:
-            TypeError: ``gate`` does not return a router's output.
+            TypeError: ``gate`` does not return a router's output, or the input is no tensor.
             TypeError, ValueError, RuntimeError: see :meth:`MoELayer.forward`.
         """
         return self._run(hidden_states, defer, self.dual_stream)
@@ -180,9 +183,9 @@ class SharedExpertMoEBlock(torch.nn.Module):
         return find.ExpertsFacts.of(self.experts)
 
     def _run(self, hidden_states: Tensor, defer: bool | None, dual_stream: bool | None) -> Tensor:
-        x = find.adjacent_columns(hidden_states.reshape(-1, hidden_states.shape[-1]))
-        no_shared = self._no_shared(x)
         experts = self._experts_facts()
+        x = find.adjacent_columns(rows_of(hidden_states, experts.hidden_dim))
+        no_shared = self._no_shared(x)
         stream = None
         if not torch.compiler.is_compiling() and type(x.shape[0]) is int:  # not symbolic, in fx
             capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -18,6 +18,7 @@ from sgl_moe_jit.moe import block_facts as find
 from sgl_moe_jit.moe.block_finish import SharedOutput, finish
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.dispatch import DispatchedRows, ExpertParallelPath
+from sgl_moe_jit.moe.input_checks import rows_of
 from sgl_moe_jit.moe.layer_base import MoELayer
 from sgl_moe_jit.moe.runners.base import as_standard
 from sgl_moe_jit.moe.topk import StandardTopKOutput, TopKFormat
@@ -124,6 +125,12 @@ def _run_experts(
     return experts(rows.hidden_states, topk, defer=takes_deferred)  # type: ignore[no-any-return]
 
 
+def _device_of(block: Any, hidden_states: Any) -> torch.device:
+    if isinstance(hidden_states, Tensor):
+        return hidden_states.device
+    return next((p.device for p in block.parameters()), torch.device("cpu"))
+
+
 def run(
     block: Any,
     hidden_states: Tensor,
@@ -133,9 +140,9 @@ def run(
     """Do the work of ``SharedExpertMoEBlock.forward_deepep``; see there."""
     if not isinstance(path, ExpertParallelPath):  # nor is there anyone to tell the other ranks
         raise TypeError(f"path: expected an ExpertParallelPath, got {type(path).__name__}")
-    x = find.adjacent_columns(hidden_states.reshape(-1, hidden_states.shape[-1]))
     try:
         check_path(block.experts, block.shared_is_fused, path)
+        x = find.adjacent_columns(rows_of(hidden_states, block.experts.hidden_dim))
         if find.needs_grad(block, x):
             raise RuntimeError(
                 "hidden_states: expected no gradient, since a dispatch does not carry it; call "
@@ -144,7 +151,7 @@ def run(
         ids, weights, factor = _route(block, x, path, num_token_non_padded)
     except Exception:
         # It may be this rank's alone, and the others are in their dispatch.
-        path.dispatcher.stop(x.device)
+        path.dispatcher.stop(_device_of(block, hidden_states))
         raise
     rows = path.dispatcher.dispatch(x, ids, weights)
     output = _run_experts(block.experts, rows, path.dispatcher.takes_deferred)

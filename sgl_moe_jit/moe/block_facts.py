@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from sgl_moe_jit.moe.block_gates import StreamFacts
+from sgl_moe_jit.moe.input_checks import check_callable
 from sgl_moe_jit.moe.layer_base import MoELayer
 from sgl_moe_jit.moe.runners.base import MoERunner, Support
 from sgl_moe_jit.moe.shared_order import BlockShape, shared_width_of
@@ -31,8 +32,12 @@ def check_parts(
     """Refuse parts of a block that contradict each other.
 
     Raises:
+        TypeError: a part is neither a module nor a function; names it.
         ValueError: names the part.
     """
+    check_callable("experts", experts)
+    check_callable("shared_experts", shared_experts, optional=True)
+    check_callable("shared_expert_gate", shared_expert_gate, optional=True)
     if shared_expert_gate is not None and shared_experts is None:
         raise ValueError("shared_expert_gate: expected None without shared_experts")
     if getattr(experts, "reduce_results", False):
@@ -123,6 +128,7 @@ class ExpertsFacts(NamedTuple):
         support: Says whether the runner can defer a routing format.
         intermediate_dim: Width of an expert; 0: not known.
         has_gate: Whether experts have a gate.
+        hidden_dim: H; 0: not known.
     """
 
     runner: MoERunner | None
@@ -131,6 +137,7 @@ class ExpertsFacts(NamedTuple):
     support: Callable[[TopKFormat], Support]
     intermediate_dim: int
     has_gate: bool
+    hidden_dim: int = 0
 
     @classmethod
     def as_is(cls, experts: Any, refusal: str, *, mutates_input: bool) -> ExpertsFacts:
@@ -154,6 +161,8 @@ class ExpertsFacts(NamedTuple):
             lambda topk_format: experts.deferral_support(runner, topk_format),
             experts.intermediate_dim,
             experts.has_gate,
+            # A hook in front of them may give them something else.
+            0 if experts._forward_pre_hooks else experts.hidden_dim,
         )
 
 

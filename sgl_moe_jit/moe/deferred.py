@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit import env
+from sgl_moe_jit.moe.input_checks import check_dense
 from sgl_moe_jit.ops import moe_finalize_fuse_shared
 
 # The requests in force, innermost last, each with the context object that made it. A value and no
@@ -167,7 +168,7 @@ def finalize_output(
         gated shared row is rounded to its own dtype in between.
 
     Raises:
-        TypeError: ``output`` is neither.
+        TypeError: ``output`` is neither, or another argument is no tensor.
         ValueError: the shapes differ, or there are gate logits and no shared output.
         TypeError, ValueError: deferred, see :func:`sgl_moe_jit.moe_finalize_fuse_shared`.
     """
@@ -181,6 +182,9 @@ def finalize_output(
         if shared_gate_logits is not None:
             raise ValueError("shared_gate_logits: expected None without shared_output")
         return output
+    check_dense("shared_output", shared_output)
+    if shared_gate_logits is not None:
+        check_dense("shared_gate_logits", shared_gate_logits)
     if shared_output.shape != output.shape:  # no broadcast: the fused op has none either
         raise ValueError(
             f"shared_output: expected {tuple(output.shape)}, got {tuple(shared_output.shape)}"

@@ -107,6 +107,7 @@ class FusedMoE(ExpertParameters, MoELayer):
                 the class.
 
         Raises:
+            TypeError: ``block`` is not a module.
             UnsupportedError: the block is not known, has hooks, or its shared experts cannot be
                 slots (a gate, another width, activation or dtype); says why.
             ValueError: rank, size and experts do not fit; see :class:`EpLayout`.

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from sgl_moe_jit.errors import UnsupportedError
+from sgl_moe_jit.moe.input_checks import check_callable, described
 
 if TYPE_CHECKING:
     from sgl_moe_jit.moe.layer import FusedMoE
@@ -28,7 +29,13 @@ def register_loader(library: str, loader: Loader) -> None:
     Args:
         library: Its name.
         loader: Called as ``loader(cls, block, ep_rank, ep_size, fuse_shared, **options)``.
+
+    Raises:
+        TypeError: ``library`` is no string, or ``loader`` is no function.
     """
+    if not isinstance(library, str):
+        raise TypeError(f"library: expected a string, got {described(library)}")
+    check_callable("loader", loader)
     _loaders[library] = loader
 
 

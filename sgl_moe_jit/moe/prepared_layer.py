@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sgl_moe_jit.moe.flashinfer_weights import FlashInferWeights
+from sgl_moe_jit.moe.input_checks import described
 from sgl_moe_jit.moe.layer_base import MoELayer
 from sgl_moe_jit.moe.runner_config import RunnerConfig
 from sgl_moe_jit.moe.runners.base import MoERunner, create_runner
@@ -33,6 +34,7 @@ class PreparedMoE(MoELayer):
         reduce_results: Whether :meth:`forward` sums its result over the groups.
 
     Raises:
+        TypeError: ``runner`` or ``config`` is of another kind.
         ValueError: ``expert_range`` does not fit ``config``, or there is no group to reduce over.
     """
 
@@ -47,6 +49,10 @@ class PreparedMoE(MoELayer):
         reduce_results: bool = False,
     ) -> None:
         super().__init__()
+        if not callable(getattr(runner, "run", None)) or isinstance(runner, type):
+            raise TypeError(f"runner: expected a MoERunner, got {described(runner)}")
+        if not isinstance(config, RunnerConfig):
+            raise TypeError(f"config: expected a RunnerConfig, got {described(config)}")
         self._runner, self.config = runner, config
         self.num_local_experts = config.num_experts
         self.hidden_dim, self.intermediate_dim = config.hidden_dim, config.intermediate_dim

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sgl_moe_jit.moe.input_checks import described, rows_of
 from sgl_moe_jit.moe.router_config import RouterConfig
 from sgl_moe_jit.moe.routing import router_logits, select_experts
 from sgl_moe_jit.moe.topk import BypassedTopKOutput, StandardTopKOutput
+from sgl_moe_jit.ops.finalize_arguments import check_int
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -54,6 +56,9 @@ class Router(torch.nn.Module):
         bias: [E], or None.
         e_score_correction_bias: [E] float32 buffer, or None.
         per_expert_scale: [E], or None.
+
+    Raises:
+        TypeError: ``config`` is not a ``RouterConfig``, or ``hidden_dim`` not an int.
     """
 
     weight: torch.nn.Parameter
@@ -71,6 +76,9 @@ class Router(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, RouterConfig):
+            raise TypeError(f"config: expected a RouterConfig, got {described(config)}")
+        check_int("hidden_dim", hidden_dim, "at least 1")
         self.config = config
         num_experts = config.num_experts
         gate = torch.float32 if config.logits_dtype == "float32" else dtype
@@ -118,8 +126,8 @@ class Router(torch.nn.Module):
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Return the logits [T, E] of hidden states [..., H]; T: all leading dimensions."""
-        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return router_logits(flat, self.weight, self.config, self.bias)
+        rows = rows_of(hidden_states, self.weight.shape[1])
+        return router_logits(rows, self.weight, self.config, self.bias)
 
     def forward(
         self,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit.moe.autocast import autocast_off, is_autocast_on
+from sgl_moe_jit.moe.input_checks import check_states
 from sgl_moe_jit.moe.router_config import RouterConfig
 from sgl_moe_jit.moe.topk import StandardTopKOutput
 from sgl_moe_jit.moe.topk_selection import select
@@ -37,10 +38,12 @@ def router_logits(
 
     Raises:
         ValueError: shapes disagree.
-        TypeError: ``"model"`` and ``hidden_states`` are wider than the weight, without autocast.
+        TypeError: ``hidden_states`` are not floating; or with ``"model"`` wider than the weight,
+            without autocast.
     """
     num_experts = router_config.num_experts
-    hidden_dim = hidden_states.shape[-1] if hidden_states.dim() else 0
+    check_states(hidden_states)
+    hidden_dim = hidden_states.shape[-1]
     if gate_weight.shape != (num_experts, hidden_dim):
         raise ValueError(
             f"gate_weight: expected [{num_experts}, {hidden_dim}], got {tuple(gate_weight.shape)}"

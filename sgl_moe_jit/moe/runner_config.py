@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit.moe.expert_weights import ExpertWeights
+from sgl_moe_jit.moe.input_checks import check_dense
 from sgl_moe_jit.moe.quantization import Quantization
 
 
@@ -67,10 +68,13 @@ class RunnerConfig:
                 "weights: expected ExpertWeights or FlashInferWeights, got "
                 f"{type(weights).__name__}"
             )
+        for name, x in (("up", weights.up), ("down", weights.down)):
+            check_dense(name, x)
+        if weights.up.dim() != 3 or weights.down.dim() != 3:
+            shapes = f"{tuple(weights.up.shape)} and {tuple(weights.down.shape)}"
+            raise ValueError(f"up, down: expected 3 dimensions, got {shapes}")
         up, down = weights.up_as_input_major(), weights.down_as_input_major()
         shapes = f"{tuple(weights.up.shape)} and {tuple(weights.down.shape)}"
-        if up.dim() != 3 or down.dim() != 3:
-            raise ValueError(f"up, down: expected 3 dimensions, got {shapes}")
         factor = 2 if weights.has_gate else 1
         fits = (
             up.shape[0] == down.shape[0]

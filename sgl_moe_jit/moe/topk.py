@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from sgl_moe_jit.moe.input_checks import check_dense
 from sgl_moe_jit.moe.router_config import RouterConfig
 from sgl_moe_jit.moe.topk_selection import select
 from sgl_moe_jit.ops.finalize_arguments import check_factor
@@ -135,9 +136,10 @@ class PackedTopKOutput:
         """Refuse other dtypes.
 
         Raises:
-            TypeError: ``packed_ids`` is not int32, or the factor is not a number.
+            TypeError: ``packed_ids`` is no int32 tensor, or the factor is not a number.
         """
         check_factor(self.routed_scaling_factor)
+        check_dense("packed_ids", self.packed_ids)
         if self.packed_ids.dtype != torch.int32:
             raise TypeError(f"packed_ids: expected int32, got {self.packed_ids.dtype}")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sgl_moe_jit.moe.input_checks import check_dense
 from sgl_moe_jit.moe.router_config import RouterConfig
 from sgl_moe_jit.ops import route_topk
 from sgl_moe_jit.ops.finalize_arguments import check_int
@@ -203,6 +204,9 @@ def check_arguments(
         ValueError: a shape, or a tensor that the config does not know or that it asks for.
     """
     num_experts = config.num_experts
+    check_dense("logits", logits)
+    if topk_ids is not None:
+        check_dense("topk_ids", topk_ids)
     if not logits.is_floating_point():
         raise TypeError(f"logits: expected a floating dtype, got {logits.dtype}")
     if logits.dim() != 2 or logits.shape[1] != num_experts:

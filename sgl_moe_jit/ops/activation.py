@@ -147,7 +147,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
         relative, subnormals apart. In float16 a result beyond 65504 rounds to infinity.
 
     Raises:
-        TypeError: a dtype is not listed above.
+        TypeError: not a tensor, or of a dtype not listed above.
         ValueError: not two dimensions, an odd width, or columns are not adjacent.
         ToolchainError, DependencyError, BuildError: first use only; the kernel could not be
             compiled.
@@ -158,6 +158,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
     Source: include/sgl_moe_jit/moe/activation.cuh, csrc/moe/activation_cpu.cc.
     Reference: sgl_moe_jit.ops.reference_permute.silu_and_mul.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a Tensor, got {type(x).__name__}")
     refuse_functional_gradients("silu_and_mul", x)
     function = _functional if can_bypass_dispatcher(x) else torch.ops.sgl_moe_jit.silu_and_mul
     result: Tensor = function(x)

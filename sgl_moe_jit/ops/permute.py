@@ -223,7 +223,18 @@ def expert_row_counts(topk_ids: Tensor, num_experts: int) -> Tensor:
 
     Returns:
         [E] int32. Integer sums: the same on every run and device.
+
+    Raises:
+        TypeError: ``topk_ids`` are not integers, or ``num_experts`` is no int.
+        ValueError: ``num_experts`` is below 1.
     """
+    if not isinstance(topk_ids, Tensor):
+        raise TypeError(f"topk_ids: expected a Tensor, got {type(topk_ids).__name__}")
+    if topk_ids.is_floating_point() or topk_ids.is_complex() or topk_ids.dtype == torch.bool:
+        raise TypeError(f"topk_ids: expected integers, got {topk_ids.dtype}")
+    check_int("num_experts", num_experts, "at least 1")
+    if num_experts < 1:
+        raise ValueError(f"num_experts: expected at least 1, got {num_experts}")
     ids = topk_ids.reshape(-1)
     present = (ids >= 0) & (ids < num_experts)
     counts = torch.zeros(num_experts, dtype=torch.int32, device=ids.device)

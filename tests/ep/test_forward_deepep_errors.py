@@ -33,7 +33,17 @@ class Reducing:
         return 2
 
 
-def attempt(monkeypatch, *, experts=None, fused=True, expand="home", gate=None, grad=False, **mode):
+def attempt(
+    monkeypatch,
+    *,
+    x="right",
+    experts=None,
+    fused=True,
+    expand="home",
+    gate=None,
+    grad=False,
+    **mode,
+):
     """Run a block of one rank, with one part exchanged, and raise what it raises."""
 
     def call(group):
@@ -47,7 +57,8 @@ def attempt(monkeypatch, *, experts=None, fused=True, expand="home", gate=None, 
             home_expand(LAYOUT, 0) if expand == "home" else expand,
         )
         with torch.set_grad_enabled(grad):
-            block.forward_deepep(random(5, 3, H).requires_grad_(grad), path)
+            right = random(5, 3, H).requires_grad_(grad)
+            block.forward_deepep(right if x == "right" else x, path)
 
     _, errors, world = run_ranks(monkeypatch, 1, call)
     assert [rows for _, rows, _ in world.log] == [(1,)]  # the notice that there is no dispatch
@@ -143,3 +154,17 @@ def test_what_stops_one_rank_stops_all(monkeypatch, sum_at, culprit):
             "topk_ids: expected ids below 6" if rank == culprit else f"and rank {culprit} stopped"
         )
         assert isinstance(error, ValueError) and text in str(error), error
+
+
+@pytest.mark.parametrize(
+    ("x", "kind", "text"),
+    [
+        (None, TypeError, "expected a Tensor, got NoneType"),
+        (torch.tensor(1.0), ValueError, rf"expected \[..., {H}\], got \(\)"),
+        (torch.zeros(3, 2 * H), ValueError, rf"expected \[..., {H}\], got \(3, 32\)"),
+        (torch.zeros(3, H, dtype=torch.int64), TypeError, "expected a floating dtype"),
+    ],
+)
+def test_hidden_states_of_another_kind(monkeypatch, x, kind, text):
+    with pytest.raises(kind, match=f"^hidden_states: {text}"):
+        attempt(monkeypatch, x=x)

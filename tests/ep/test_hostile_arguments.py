@@ -17,6 +17,7 @@ from sgl_moe_jit.ep import (
     SharedExpertFusionConfig,
     TorchDispatcher,
     WaterfillBalancer,
+    determine_num_fused_shared_experts,
     drop_shared_counts,
     fused_shared_expert_weight,
     get_moe_weights,
@@ -25,6 +26,7 @@ from sgl_moe_jit.ep import (
     mark_global_experts,
     to_physical,
 )
+from sgl_moe_jit.ep.trace import record_routing
 from sgl_moe_jit.ep.trace_file import RoutingTrace, load_trace
 from sgl_moe_jit.ops import waterfill_topk_with_shared_expert as waterfill
 
@@ -43,6 +45,18 @@ BUFFER = SimpleNamespace(
 WEIGHTS, ZEROS = torch.ones(1, 2), torch.zeros(4, dtype=torch.int64)
 
 CASES = {
+    "group": (lambda: TorchDispatcher(3, 2), TypeError, "group: expected a process group, got int"),
+    "mark": (lambda: mark_global_experts(None), TypeError, "tensor: expected a Tensor, got NoneTy"),
+    "fusion": (
+        lambda: determine_num_fused_shared_experts(None),
+        TypeError,
+        "config: expected a SharedExpertFusionConfig, got NoneType",
+    ),
+    "record": (
+        lambda: record_routing(None, model_name="x").__enter__(),
+        TypeError,
+        "model: expected a torch.nn.Module, got NoneType",
+    ),
     # ids are int32, and what comes out of a larger layout would wrap
     "slots": (lambda: EpLayout(2**30, 0, 512, 2**22), ValueError, "fewer than 2^31 slots"),
     "ids": (lambda: LAYOUT.to_dispatch(1.0), TypeError, "ids: expected an integer or a tensor"),

@@ -13,6 +13,7 @@ import torch
 from sgl_moe_jit.errors import UnsupportedError
 from sgl_moe_jit.integrations import transformers as integration
 from sgl_moe_jit.integrations.transformers import block_table, experts
+from sgl_moe_jit.moe.layer import FusedMoE
 
 from .tiny_models import (
     BLOCK_ROUNDINGS,
@@ -259,3 +260,31 @@ def test_a_hook_added_after_a_compile_that_broke_at_the_experts_gets_a_tensor(
         handle.remove()
         torch._dynamo.reset()
     assert [type(s) for s in seen] == [torch.Tensor]
+
+
+@pytest.mark.parametrize("wrong", [None, 3, torch.nn.Linear, [torch.nn.Linear(2, 2)]])
+@pytest.mark.parametrize(
+    "function",
+    [
+        fuse,
+        unfuse,
+        integration.load_block,
+        integration.load_experts,
+        FusedMoE.from_transformers,
+    ],
+)
+def test_what_is_not_a_module_is_named(function, wrong):
+    with pytest.raises(TypeError, match=r"^(model|block|experts): expected a torch.nn.Module, got"):
+        function(wrong)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe"])
+@pytest.mark.parametrize("shape", [(), (1, 3, 2 * HIDDEN), (3, 0)])
+@torch.no_grad()
+def test_an_input_of_another_shape_reaches_no_part_of_a_fused_block(family, shape):
+    block = last_block(family)
+    fuse(block)
+    block.gate.forward = None  # whoever calls it fails otherwise
+    text = rf"^hidden_states: expected \[..., {HIDDEN}\], got"
+    with pytest.raises(ValueError, match=text):
+        block(torch.zeros(shape))

@@ -35,6 +35,7 @@ from sgl_moe_jit.integrations.transformers.fused_block import (
     called_as_is,
 )
 from sgl_moe_jit.integrations.transformers.hooks import change_class, forward_is_own
+from sgl_moe_jit.moe.input_checks import check_module
 from sgl_moe_jit.moe.runners.plan import explain
 
 # What a fused block remembers, under a name that is an ordinary attribute: deepcopy and pickle
@@ -207,7 +208,11 @@ def fuse_shared_experts(model: torch.nn.Module) -> FusionReport:
 
     Returns:
         The names of the fused blocks and how they run, and why others were left alone.
+
+    Raises:
+        TypeError: ``model`` is not a module.
     """
+    check_module("model", model)
     register()
     fused: list[tuple[str, Any]] = []
     skipped: list[tuple[str, str]] = []
@@ -267,9 +272,11 @@ def unfuse_shared_experts(model: torch.nn.Module) -> tuple[str, ...]:
         The names of the blocks that were fused.
 
     Raises:
+        TypeError: ``model`` is not a module.
         UnsupportedError: a block's class was changed or its ``forward`` patched since; names the
             block. Nothing is changed then.
     """
+    check_module("model", model)
     blocks = [(name, module) for name, module in model.named_modules() if _is_fused(module)]
     for name, module in blocks:
         _check_unfusable(name, module)

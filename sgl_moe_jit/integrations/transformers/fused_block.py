@@ -90,6 +90,7 @@ class FusedBlock(SharedExpertMoEBlock):
             support=lambda form: deferral_of(runner, lambda: config, form),
             intermediate_dim=config.intermediate_dim,
             has_gate=weights.has_gate,
+            hidden_dim=0 if experts._forward_pre_hooks else config.hidden_dim,
         )
 
     def _explain_experts(self) -> str:

@@ -24,6 +24,7 @@ from sgl_moe_jit.integrations.transformers.stock_gates import read_gate
 from sgl_moe_jit.moe.activation_kinds import SwiGlu
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
 from sgl_moe_jit.moe.expert_weights import ExpertWeights
+from sgl_moe_jit.moe.input_checks import check_module
 from sgl_moe_jit.moe.layer import FusedMoE
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -72,9 +73,11 @@ def load_experts(experts: torch.nn.Module, **options: Any) -> FusedMoE:
         **options: Of :class:`FusedMoE`: runner, expert_range, groups.
 
     Raises:
+        TypeError: ``experts`` is not a module.
         UnsupportedError: see :func:`expert_weights`; or the module has hooks, a patched forward,
             or is one rank's part under transformers' expert parallelism (which works by hooks).
     """
+    check_module("experts", experts)
     return FusedMoE(experts_of(experts), **options)
 
 
@@ -82,8 +85,10 @@ def shared_of(block: Any) -> dict[str, Any]:
     """Return the block's shared experts and their gate as arguments of ours.
 
     Raises:
+        TypeError: it is not a module.
         UnsupportedError: the block's class, or its forward in this version, is not known.
     """
+    check_module("block", block)
     cls, name = type(block), describe(block)
     style = style_of(cls.__name__)
     if style is None:
@@ -124,6 +129,7 @@ def load_block(block: torch.nn.Module, **options: Any) -> SharedExpertMoEBlock:
             :class:`SharedExpertMoEBlock`.
 
     Raises:
+        TypeError: ``block`` is not a module.
         UnsupportedError: the block is not known, or has hooks or a patched forward; says why. See
             also :func:`load_experts`.
     """

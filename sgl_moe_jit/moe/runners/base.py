@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from sgl_moe_jit.errors import UnsupportedError
-from sgl_moe_jit.moe.autocast import is_autocast_on
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput, is_deferred_finalize_enabled
 from sgl_moe_jit.moe.expert_weights import ExpertWeights
 from sgl_moe_jit.moe.flashinfer_weights import FlashInferWeights
+from sgl_moe_jit.moe.input_checks import described
 from sgl_moe_jit.moe.quantization import Quantization
 from sgl_moe_jit.moe.runner_config import RunnerConfig
 from sgl_moe_jit.moe.topk import (
@@ -131,7 +131,14 @@ _logged: set[str] = set()
 
 
 def register_runner(entry: RunnerEntry) -> None:
-    """Add a runner to the registry. ``auto`` considers only this library's own."""
+    """Add a runner to the registry. ``auto`` considers only this library's own.
+
+    Raises:
+        TypeError: not a :class:`RunnerEntry`.
+        ValueError: its name is taken by ``auto``.
+    """
+    if not isinstance(entry, RunnerEntry):
+        raise TypeError(f"entry: expected a RunnerEntry, got {described(entry)}")
     if entry.name == "auto":
         raise ValueError("name: 'auto' is reserved")
     _registry[entry.name] = entry
@@ -239,58 +246,3 @@ def as_standard(topk_output: TopKOutput) -> StandardTopKOutput:
         "topk_output: expected a StandardTopKOutput, BypassedTopKOutput or PackedTopKOutput, got "
         f"{type(topk_output).__name__}"
     )
-
-
-def check_input_dtype(hidden_states: Tensor, expected: torch.dtype) -> None:
-    """Refuse hidden states of another dtype than the expert weights'. Not under autocast.
-
-    Raises:
-        TypeError: names both.
-    """
-    if hidden_states.dtype != expected and not is_autocast_on(hidden_states.device.type):
-        name, got = (str(x).removeprefix("torch.") for x in (expected, hidden_states.dtype))
-        raise TypeError(
-            f"hidden_states: expected {name} like the expert weights, got {got}; convert one of "
-            "them with .to(), or use autocast"
-        )
-
-
-def weigh_input(
-    hidden_states: Tensor, topk_output: StandardTopKOutput
-) -> tuple[Tensor, StandardTopKOutput]:
-    """Apply weights that belong on the experts' input, and leave ones behind.
-
-    Returns:
-        Hidden states and choice; both as they came where weights belong on the output.
-    """
-    if not topk_output.weight_on_input:
-        return hidden_states, topk_output
-    weights = topk_output.topk_weights
-    scaled = (hidden_states * weights).to(hidden_states.dtype)
-    return scaled, replace(
-        topk_output, topk_weights=torch.ones_like(weights), weight_on_input=False
-    )
-
-
-def check_topk(hidden_states: Tensor, topk_output: StandardTopKOutput, hidden_dim: int) -> None:
-    """Check the shapes a runner relies on.
-
-    Raises:
-        TypeError: ``topk_ids`` is not int32 or int64, or ``topk_weights`` is not floating.
-        ValueError: shapes disagree; names argument, expected and got.
-    """
-    if hidden_states.dim() != 2 or hidden_states.shape[1] != hidden_dim:
-        raise ValueError(
-            f"hidden_states: expected [num_tokens, {hidden_dim}], got {tuple(hidden_states.shape)}"
-        )
-    ids, weights = topk_output.topk_ids, topk_output.topk_weights
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"topk_ids: expected int32 or int64, got {ids.dtype}")
-    if not weights.dtype.is_floating_point:
-        raise TypeError(f"topk_weights: expected a floating dtype, got {weights.dtype}")
-    if ids.dim() != 2 or ids.shape[0] != hidden_states.shape[0]:
-        raise ValueError(
-            f"topk_ids: expected [{hidden_states.shape[0]}, top_k], got {tuple(ids.shape)}"
-        )
-    if weights.shape != ids.shape:
-        raise ValueError(f"topk_weights: expected {tuple(ids.shape)}, got {tuple(weights.shape)}")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sgl_moe_jit.moe.flashinfer_weights import FlashInferWeights
 from sgl_moe_jit.moe.quantization import Quantization
-from sgl_moe_jit.moe.runners.base import as_standard, check_topk, weigh_input
+from sgl_moe_jit.moe.runners.base import as_standard
 from sgl_moe_jit.moe.runners.flashinfer_functions import FlashInferFunctions
 from sgl_moe_jit.moe.runners.flashinfer_inputs import local_standard, routed_argument
 from sgl_moe_jit.moe.runners.flashinfer_routing import (
@@ -21,6 +21,7 @@ from sgl_moe_jit.moe.runners.flashinfer_routing import (
     choose_method,
     logits_arguments,
 )
+from sgl_moe_jit.moe.runners.inputs import check_topk, weigh_input
 from sgl_moe_jit.moe.topk import BypassedTopKOutput, PackedTopKOutput, TopKOutput
 
 _STEMS = {

@@ -18,9 +18,7 @@ from sgl_moe_jit.moe.runners.base import (
     RunnerEntry,
     Support,
     as_standard,
-    check_topk,
     register_runner,
-    weigh_input,
 )
 from sgl_moe_jit.moe.runners.flashinfer_answer import Call, check_finished
 from sgl_moe_jit.moe.runners.flashinfer_common import (
@@ -33,6 +31,7 @@ from sgl_moe_jit.moe.runners.flashinfer_common import (
 )
 from sgl_moe_jit.moe.runners.flashinfer_functions import FlashInferFunctions
 from sgl_moe_jit.moe.runners.flashinfer_inputs import local_ids, local_standard, pad_columns
+from sgl_moe_jit.moe.runners.inputs import check_topk, weigh_input
 from sgl_moe_jit.moe.topk import BypassedTopKOutput, TopKFormat, TopKOutput
 
 NAME = "flashinfer_cutlass"

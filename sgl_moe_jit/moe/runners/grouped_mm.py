@@ -19,15 +19,13 @@ from sgl_moe_jit.moe.runners.base import (
     Support,
     as_standard,
     can_finalize,
-    check_input_dtype,
-    check_topk,
     register_runner,
     wants_defer,
-    weigh_input,
 )
 from sgl_moe_jit.moe.runners.expert_gemms import ExpertGemms, PerChannelFp8Gemms, PlainGemms
 from sgl_moe_jit.moe.runners.grouped_mm_support import DTYPES, supports
 from sgl_moe_jit.moe.runners.inference_only import check_quantized_input
+from sgl_moe_jit.moe.runners.inputs import check_input_dtype, check_topk, weigh_input
 from sgl_moe_jit.moe.runners.weighted_sum import weighted_sum
 from sgl_moe_jit.moe.topk import TopKFormat, TopKOutput
 from sgl_moe_jit.ops.activation import silu_and_mul

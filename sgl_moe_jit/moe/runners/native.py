@@ -17,13 +17,11 @@ from sgl_moe_jit.moe.runners.base import (
     Support,
     as_standard,
     can_finalize,
-    check_input_dtype,
-    check_topk,
     register_runner,
     wants_defer,
-    weigh_input,
 )
 from sgl_moe_jit.moe.runners.inference_only import check_quantized_input
+from sgl_moe_jit.moe.runners.inputs import check_input_dtype, check_topk, weigh_input
 from sgl_moe_jit.moe.runners.weighted_sum import weighted_sum
 from sgl_moe_jit.moe.topk import TopKFormat, TopKOutput
 from sgl_moe_jit.ops.quantize_rows import quantize_rows
