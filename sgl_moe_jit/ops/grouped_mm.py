@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The sgl_moe_jit authors
 # SPDX-License-Identifier: Apache-2.0
-"""torch's ``grouped_mm``, also traceable by ``torch.compile`` in float32."""
+"""torch's ``grouped_mm``, also traceable in float32 and float16."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgl_moe_jit.ops.library import NAMESPACE, from_dispatcher, library
+from sgl_moe_jit.ops.library import NAMESPACE, from_dispatcher, has_no_values, library
 
 OP = "grouped_mm"
 
@@ -68,9 +68,9 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     Limits are torch's: bfloat16, float16 or float32, one dtype, row strides of multiples of 16
     bytes.
     """
-    # torch 2.13 traces its own op in bfloat16 alone. Opaque, it also runs in float32; where torch
-    # can trace it, inductor may have its way with it.
-    if torch.compiler.is_compiling() and x.dtype != torch.bfloat16:
+    # torch 2.13 has a shape rule for its own op in bfloat16 alone. Opaque, it can be traced in
+    # float32 too; where torch can trace it, inductor may have its way with it.
+    if x.dtype != torch.bfloat16 and has_no_values(x, weight):
         result: Tensor = torch.ops.sgl_moe_jit.grouped_mm(x, weight, offsets)
         return result
     return torch.nn.functional.grouped_mm(x, weight, offs=offsets)

@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from sgl_moe_jit import env
@@ -76,6 +77,17 @@ def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
         if not (x.is_cpu or x.is_cuda):
             return False
     return True
+
+
+def has_no_values(*tensors: Tensor) -> bool:
+    """Whether an operation on these computes shapes alone: traced code, fake and meta tensors.
+
+    ``make_fx`` and other tracers outside ``torch.compile`` do not count as compiling, but trace
+    with fake tensors where sizes are to stay symbolic.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return any(isinstance(x, FakeTensor) or x.is_meta for x in tensors)
 
 
 def from_dispatcher(op: str, function: Callable[P, R]) -> Callable[P, R]:

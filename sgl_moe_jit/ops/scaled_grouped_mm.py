@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sgl_moe_jit.ops.library import NAMESPACE, from_dispatcher, library
+from sgl_moe_jit.ops.library import NAMESPACE, from_dispatcher, has_no_values, library
 
 OP = "scaled_grouped_mm"
 
@@ -89,7 +89,7 @@ def scaled_grouped_mm(
     bytes, E below 1024, and a device of :func:`why_unavailable`. No gradient.
     """
     # torch 2.13 has no shape rule for its own op. Opaque, ours can be traced.
-    if torch.compiler.is_compiling():
+    if has_no_values(x, weight):
         result: Tensor = torch.ops.sgl_moe_jit.scaled_grouped_mm(
             x, weight, x_scales, weight_scales, offsets
         )

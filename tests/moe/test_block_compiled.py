@@ -8,6 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
 from sgl_moe_jit.moe.deferred import deferred_finalize_context
+from sgl_moe_jit.ops.grouped_mm import grouped_mm
 from tests.moe.layer_cases import H, Mlp, TopKGate, make_layer
 from tests.moe.runner_cases import BF16, DEVICES, F32, make_input, make_topk
 
@@ -124,9 +125,41 @@ def test_inductor(defer):
 
 
 @torch.no_grad()
-def test_fx_with_symbolic_sizes():
-    """Its tracer does not count as compiling; a plan's texts would turn sizes into constants."""
-    block = SharedExpertMoEBlock(TopKGate(), make_layer(), Mlp()).to(BF16)
-    x = make_input(6, dtype=BF16)
-    graph = make_fx(block, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
-    assert torch.equal(graph(x), block(x))
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_fx_with_symbolic_sizes(dtype, pre_dispatch):
+    """Its tracer does not count as compiling; a plan's texts would turn sizes into constants.
+
+    In float32 torch has no shape rule for the experts' products.
+    """
+    block = SharedExpertMoEBlock(TopKGate(), make_layer(), Mlp()).to(dtype)
+    x, more = make_input(6, dtype=dtype), make_input(11, dtype=dtype)
+    graph = make_fx(
+        block, tracing_mode="symbolic", pre_dispatch=pre_dispatch, _allow_non_fake_inputs=True
+    )(x)
+    assert torch.equal(graph(x), block(x)) and torch.equal(graph(more), block(more))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, F32])
+def test_the_product_has_a_shape_on_meta(dtype):
+    """An eager call without values, as a planner of memory makes it."""
+    x, weight = (torch.empty(s, dtype=dtype, device="meta") for s in ((6, 16), (3, 16, 24)))
+    ends = torch.empty(3, dtype=torch.int32, device="meta")
+    out = grouped_mm(x, weight, ends)
+    assert (out.shape, out.dtype, out.is_meta) == ((6, 24), dtype, True)
+
+
+def test_fx_keeps_the_float32_gradient():
+    x = torch.randn(6, 16)
+    weight = torch.randn(3, 16, 24)
+    ends = torch.tensor([1, 4, 6], dtype=torch.int32)
+
+    def gradients(x, weight):
+        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        out = grouped_mm(x, weight, ends.clone()).square().sum()
+        return torch.autograd.grad(out, (x, weight))
+
+    graph = make_fx(gradients, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x, weight)
+    for got, want in zip(graph(x, weight), gradients(x, weight), strict=True):
+        torch.testing.assert_close(got, want)
