@@ -57,6 +57,7 @@ class Call(ctypes.Structure):
     )
 
 
+MANAGED_DATA = 32  # where in a DLManagedTensorVersioned its tensor, and so the pointer, begins
 QUICK_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.POINTER(Call))
 
 

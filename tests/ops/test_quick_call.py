@@ -18,8 +18,10 @@ from sgl_moe_jit import env
 from sgl_moe_jit.ops import finalize, finalize_kernel, quick_call
 from tests.ops.finalize_cases import BF16, F16, F32, assert_same_bits, make
 from tests.ops.quick_call_cases import (
+    MANAGED_DATA,
     QUICK_FUNCTION,
     STRANGE,
+    DLTensor,
     address_of,
     need_extension,
     outcome,
@@ -215,21 +217,29 @@ def test_a_write_is_seen_by_autograd():
 
 def test_a_module_that_makes_an_output_and_declines_leaks_nothing(monkeypatch):
     i = make(5, 4, 16)
+    shape = (ctypes.c_int64 * 2)(1024, 1024)
     allocated = []
 
     def decline(call):
         c = call.contents
+        wanted = DLTensor.from_buffer_copy(c.values[3].tensor.contents)
+        wanted.shape = shape
         made = ctypes.c_void_p()
-        allocated.append(c.allocate(c.values[3].tensor, ctypes.byref(made), None, None))
+        allocated.append(c.allocate(ctypes.byref(wanted), ctypes.byref(made), None, None))
+        data = ctypes.c_void_p.from_address(made.value + MANAGED_DATA).value
+        ctypes.memset(data, 1, 2 << 20)
         c.made[0] = made.value
         return False
 
     function = QUICK_FUNCTION(decline)
     kernel = finalize_kernel.Kernel(None, None, address_of(function))
     monkeypatch.setitem(finalize_kernel.LAST_CPU_KERNEL, 4, kernel)
-    for _ in range(3):
+    assert served(i) is None
+    pages = _resident_pages()
+    for _ in range(50):
         assert served(i) is None
-    assert allocated == [0] * 3
+    assert allocated == [0] * 51
+    assert _resident_pages() - pages < 5000  # 20 MB of the 100 that were made
 
 
 def test_a_served_call_is_not_repeated(monkeypatch):
