@@ -198,11 +198,12 @@ def run(
     )
     if gemm2_out.device.type == "cpu":
         check_dtypes(gemm2_out, expert_weights)
-        kernel = LAST_CPU_KERNEL[top_k] = _cpu_kernel()
+        kernel = _cpu_kernel()
         if out is None:
-            made: Tensor = kernel.write_new(*inputs, hidden_dim, *cpu_settings())
-            return made
-        kernel.write(out, *inputs, *cpu_settings())
+            out = kernel.write_new(*inputs, hidden_dim, *cpu_settings())
+        else:
+            kernel.write(out, *inputs, *cpu_settings())
+        LAST_CPU_KERNEL[top_k] = kernel
         return out
     kernel = _find(gemm2_out, expert_weights, top_k, shared_gate_logits is not None)
     flags = env.launch_flags()

@@ -157,8 +157,9 @@ def run(
     numbers = (top_k, routed_scaling_factor, eps)
     fp8 = outputs.out_scale is not None
     if device.type == "cpu":
-        kernel = LAST_CPU[fp8][top_k] = _cpu_kernel(fp8)
+        kernel = _cpu_kernel(fp8)
         kernel.write(*tensors, *numbers, *cpu_settings())
+        LAST_CPU[fp8][top_k] = kernel
         return
     if device.type != "cuda" or torch.version.cuda is None:
         raise ValueError(f"gemm2_out: expected a CPU or NVIDIA CUDA tensor, got device {device}")
@@ -169,5 +170,5 @@ def run(
         flags &= ~env.FLAG_PDL
     unrolled = top_k if top_k in UNROLLED_TOP_K else 0
     kernel = _cuda_kernel(gemm2_out.dtype, unrolled, fp8, device.index)
-    LAST_CUDA[fp8][top_k] = kernel
     kernel.write(*tensors, *numbers, flags)
+    LAST_CUDA[fp8][top_k] = kernel

@@ -166,11 +166,15 @@ def loading() -> Iterator[None]:
     if _extension.cache_size() == 0:
         env.QUICK_CALL.get()  # nonsense is told here, and not in the thread
         thread = threading.Thread(target=_install)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads, or Python is shutting down
+            _install()
         try:
             yield
         finally:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
     else:
         yield
 

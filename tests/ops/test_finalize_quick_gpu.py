@@ -8,10 +8,22 @@ import pytest
 import torch
 
 from sgl_moe_jit import env
-from sgl_moe_jit.ops import finalize_kernel
+from sgl_moe_jit.ops import finalize_kernel, quick_call
 from tests.ops.finalize_cases import BF16, F16, F32, assert_matches_oracle, assert_same_bits, make
+from tests.ops.quick_call_cases import need_extension
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True, params=["C", "Python"])
+def way(request):
+    """Both ways: through the extension and without it."""
+    if request.param == "Python":
+        with quick_call.in_python():
+            yield
+    else:
+        need_extension()
+        yield
 
 
 @pytest.fixture
