@@ -91,7 +91,7 @@ def test_no_references_are_lost_or_kept():
     rounds(100_000)
     after = [sys.getrefcount(x) for x in (*everything, kernel)]
     assert all(abs(b - a) < 20 for a, b in zip(before, after, strict=True)), (before, after)
-    assert _resident_pages() - pages < 256  # 1 MB; a lost tensor a call would be 10 MB and more
+    assert _resident_pages() - pages < 2000  # 8 MB; a lost tensor a call would be 50 and more
 
 
 def _resident_pages():
