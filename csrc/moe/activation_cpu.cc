@@ -42,10 +42,15 @@ void run(const moe::ActivationParams& p, host::CpuIsa isa, const host::Workers& 
   });
 }
 
-// isa: -1 takes the best; a larger one than the machine has is refused.
-void silu_and_mul(TensorView out, TensorView x, int64_t isa, int64_t threads, int64_t openmp) {
+// Before there is an output.
+void check(TensorView x) {
   SMJ_CHECK_VALUE(x.device().device_type == kDLCPU)
       << "x: expected a CPU tensor, got device " << host::device_text(x.device());
+  moe::check_activation_input(x);
+}
+
+// isa: -1 takes the best; a larger one than the machine has is refused.
+void silu_and_mul(TensorView out, TensorView x, int64_t isa, int64_t threads, int64_t openmp) {
   const moe::ActivationParams params = moe::check_activation_call(out, x);
   if (params.num_rows == 0 || params.width == 0) return;
   host::CpuIsa chosen;
@@ -64,4 +69,5 @@ void silu_and_mul(TensorView out, TensorView x, int64_t isa, int64_t threads, in
 
 }  // namespace
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(check, check);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(silu_and_mul, silu_and_mul);

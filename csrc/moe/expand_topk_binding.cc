@@ -33,6 +33,7 @@ void count_ranks(TensorView counts, TensorView topk_ids, host::Optional<TensorVi
   host::check_is_cuda("topk_ids", topk_ids);
   const moe::EpTopkParams params =
       moe::check_topk_ids(topk_ids, num_valid, {num_experts, num_ranks, source_rank, 1});
+  host::check_contiguous("topk_ids", topk_ids);
   TVM_FFI_ICHECK(counts.numel() == 2 * num_ranks);
   host::DeviceGuard guard(topk_ids.device().device_id);
   host::check_cuda(moe::launch_count_ranks(params, static_cast<int64_t*>(counts.data_ptr()),

@@ -21,6 +21,19 @@ void check_is_cpu(const TensorView& topk_ids) {
       << "topk_ids: expected a CPU tensor, got device " << host::device_text(topk_ids.device());
 }
 
+// Before there are outputs, and copies of what is not contiguous. Without weights: of a count.
+void check(TensorView topk_ids, host::Optional<TensorView> topk_weights,
+           host::Optional<TensorView> num_valid, int64_t num_experts, int64_t num_ranks,
+           int64_t source_rank, int64_t num_shared) {
+  check_is_cpu(topk_ids);
+  const moe::EpShape shape{num_experts, num_ranks, source_rank, num_shared};
+  const moe::EpTopkParams p =
+      topk_weights.has_value()
+          ? moe::check_ep_topk_inputs(topk_ids, topk_weights.value(), num_valid, shape, 1.0)
+          : moe::check_topk_ids(topk_ids, num_valid, shape);
+  if (host::is_contiguous(topk_ids)) moe::check_ids_in_range(p);
+}
+
 void expand_topk(TensorView out_ids, TensorView out_weights, TensorView topk_ids,
                  TensorView topk_weights, host::Optional<TensorView> num_valid, int64_t num_experts,
                  int64_t num_ranks, int64_t source_rank, int64_t num_shared, double shared_weight,
@@ -48,6 +61,7 @@ void count_ranks(TensorView counts, TensorView topk_ids, host::Optional<TensorVi
   check_is_cpu(topk_ids);
   const moe::EpTopkParams p =
       moe::check_topk_ids(topk_ids, num_valid, {num_experts, num_ranks, source_rank, 1});
+  host::check_contiguous("topk_ids", topk_ids);
   TVM_FFI_ICHECK(counts.numel() == 2 * num_ranks);
   moe::check_ids_in_range(p);
   int64_t* sums = static_cast<int64_t*>(counts.data_ptr());
@@ -61,5 +75,6 @@ void count_ranks(TensorView counts, TensorView topk_ids, host::Optional<TensorVi
 
 }  // namespace
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(check, check);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(expand_topk, expand_topk);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(count_ranks, count_ranks);

@@ -24,6 +24,17 @@ void run(const moe::FinalizeNormCall& call, int64_t isa, int64_t threads, int64_
                          host::Workers(threads, openmp));
 }
 
+// Before there are outputs.
+void check(TensorView gemm2_out, TensorView row_of, Optional<TensorView> weights,
+           Optional<TensorView> shared, Optional<TensorView> gate_logits, TensorView residual,
+           TensorView weight, int64_t top_k, double routed_factor, double eps) {
+  moe::check_is_cpu(gemm2_out);
+  const moe::FinalizeNormCall call =
+      moe::check_norm_inputs({gemm2_out, row_of, weights, shared, gate_logits}, {residual, weight},
+                             top_k, routed_factor, eps);
+  moe::check_indices(call.params.sum);
+}
+
 void moe_finalize_norm(TensorView out, TensorView residual_out, Optional<TensorView> scale,
                        TensorView gemm2_out, TensorView row_of, Optional<TensorView> weights,
                        Optional<TensorView> shared, Optional<TensorView> gate_logits,
@@ -52,5 +63,6 @@ int64_t quick_address(bool fp8) {
 
 }  // namespace
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(check, check);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(moe_finalize_norm, moe_finalize_norm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quick_address, quick_address);

@@ -37,11 +37,16 @@ std::vector<int32_t> index_slots(const moe::PermuteParams& p) {
   return next;
 }
 
+// Before there are outputs, and a copy of ids that are not contiguous.
+void check(TensorView hidden, TensorView topk_ids) {
+  SMJ_CHECK_VALUE(hidden.device().device_type == kDLCPU)
+      << "hidden_states: expected a CPU tensor, got device " << host::device_text(hidden.device());
+  moe::check_permute_inputs(hidden, topk_ids);
+}
+
 void moe_permute(TensorView permuted, TensorView row_of, TensorView expert_offsets,
                  TensorView hidden, TensorView topk_ids, int64_t alignment, int64_t threads,
                  int64_t openmp) {
-  SMJ_CHECK_VALUE(hidden.device().device_type == kDLCPU)
-      << "hidden_states: expected a CPU tensor, got device " << host::device_text(hidden.device());
   const moe::PermuteParams p = moe::check_permute(
       permuted, row_of, expert_offsets, hidden, topk_ids, host::Optional<TensorView>(), alignment);
   const std::vector<int32_t> padding = index_slots(p);
@@ -73,4 +78,5 @@ void moe_permute(TensorView permuted, TensorView row_of, TensorView expert_offse
 
 }  // namespace
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(check, check);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(moe_permute, moe_permute);

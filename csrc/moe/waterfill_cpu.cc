@@ -155,14 +155,26 @@ std::vector<int32_t> choose_ranks(const moe::WaterfillParams& p) {
   return ranks;
 }
 
+// Before there are outputs, and copies of what is not contiguous.
+void check(TensorView topk_ids, TensorView topk_weights, host::Optional<TensorView> num_valid,
+           int64_t num_experts, int64_t num_ranks, int64_t source_rank,
+           host::Optional<TensorView> global_counts, host::Optional<TensorView> tokens_per_rank,
+           int64_t mode, int64_t remainder_start) {
+  SMJ_CHECK_VALUE(topk_ids.device().device_type == kDLCPU)
+      << "topk_ids: expected a CPU tensor, got device " << host::device_text(topk_ids.device());
+  const moe::EpShape shape{num_experts, num_ranks, source_rank, 1};
+  const moe::WaterfillParams p = moe::check_waterfill(
+      moe::check_ep_topk_inputs(topk_ids, topk_weights, num_valid, shape, 1.0), topk_ids.device(),
+      global_counts, tokens_per_rank, mode, remainder_start);
+  if (host::is_contiguous(topk_ids)) moe::check_ids_in_range(p.topk);
+}
+
 void waterfill_topk(TensorView out_ids, TensorView out_weights, TensorView topk_ids,
                     TensorView topk_weights, host::Optional<TensorView> num_valid,
                     int64_t num_experts, int64_t num_ranks, int64_t source_rank,
                     double shared_weight, host::Optional<TensorView> global_counts,
                     host::Optional<TensorView> tokens_per_rank, int64_t mode,
                     int64_t remainder_start, int64_t threads, int64_t openmp) {
-  SMJ_CHECK_VALUE(topk_ids.device().device_type == kDLCPU)
-      << "topk_ids: expected a CPU tensor, got device " << host::device_text(topk_ids.device());
   const moe::EpShape shape{num_experts, num_ranks, source_rank, 1};
   const moe::WaterfillParams p = moe::check_waterfill(
       moe::check_ep_topk(out_ids, out_weights, topk_ids, topk_weights, num_valid, shape,
@@ -185,4 +197,5 @@ void waterfill_topk(TensorView out_ids, TensorView out_weights, TensorView topk_
 
 }  // namespace
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(check, check);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(waterfill_topk, waterfill_topk);

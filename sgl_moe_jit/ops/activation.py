@@ -74,8 +74,10 @@ register_family(KernelFamily(OP, _all_cuda_specs, lambda: iter([_cpu_spec()])))
 
 
 @cache_once
-def _cpu_kernel() -> Any:
-    return load_spec(_cpu_spec()).silu_and_mul
+def _cpu_kernels() -> tuple[Any, Any]:
+    """Return the exports that check an input, and that write an output."""
+    module = load_spec(_cpu_spec())
+    return module.check, module.silu_and_mul
 
 
 @cache_once
@@ -84,26 +86,39 @@ def _cuda_kernel(dtype: torch.dtype, device_index: int, /) -> Any:
     return load_spec(cuda_spec(dtype, arch)).silu_and_mul, arch.supports_pdl
 
 
-def _output(x: Tensor) -> Tensor:
+def _check(x: Tensor) -> None:
+    """Check what decides which module is loaded, and the output's shape; the rest is C++'s."""
     if x.dtype not in _CPP:
         raise TypeError(
             f"x: expected bfloat16, float16 or float32, got {x.dtype}; convert it with .to()"
         )
     if x.dim() != 2 or x.shape[1] % 2 != 0:
         raise ValueError(f"x: expected [num_rows, 2 * width], got {tuple(x.shape)}")
+
+
+def _output(x: Tensor) -> Tensor:
     return torch.empty((x.shape[0], x.shape[1] // 2), dtype=x.dtype, device=x.device)
 
 
 def _functional(x: Tensor) -> Tensor:
-    out = _output(x)
+    _check(x)
     if x.device.type == "cpu":
-        _cpu_kernel()(out, x, cpu_isa(), *cpu_workers())
+        check, write = _cpu_kernels()
+        check(x)
+        out = _output(x)
+        write(out, x, cpu_isa(), *cpu_workers())
         return out
     if x.device.type != "cuda" or torch.version.cuda is None:
         raise ValueError(f"x: expected a CPU or NVIDIA CUDA tensor, got device {x.device}")
     kernel, pdl_supported = _cuda_kernel(x.dtype, x.device.index)
+    out = _output(x)
     kernel(out, x, pdl_supported and env.PDL.get(), env.VECTOR.get())
     return out
+
+
+def _fake(x: Tensor) -> Tensor:
+    _check(x)
+    return _output(x)
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -122,7 +137,7 @@ def _autograd(ctx: Any, grad_out: Tensor) -> Tensor:
 library.define(f"{OP}(Tensor x) -> Tensor")
 for _key in ("CPU", "CUDA"):
     library.impl(OP, from_dispatcher(OP, _functional), _key)
-torch.library.register_fake(f"{NAMESPACE}::{OP}", from_dispatcher(OP, _output), lib=library)
+torch.library.register_fake(f"{NAMESPACE}::{OP}", from_dispatcher(OP, _fake), lib=library)
 torch.library.register_autograd(
     f"{NAMESPACE}::{OP}", _autograd, setup_context=_setup_context, lib=library
 )

@@ -52,6 +52,8 @@ def _functional(
 ) -> tuple[Tensor, Tensor]:
     shape = (num_routed_experts, world_size, source_rank, num_shared)
     ep_topk.check_shape(topk_ids, *shape)
+    if topk_ids.device.type == "cpu":  # before anything is allocated
+        _cpu_module().check(topk_ids, topk_weights, num_token_non_padded, *shape)
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
     out = ep_topk.outputs(topk_ids, topk_weights, num_shared)
     call = (*out, topk_ids, topk_weights, num_token_non_padded, *shape, shared_weight)
@@ -180,6 +182,9 @@ def _count(
     num_token_non_padded: Tensor | None = None,
 ) -> Tensor:
     counts = _fake_count(topk_ids, num_routed_experts, world_size, source_rank)
+    if topk_ids.device.type == "cpu":  # before ids are copied
+        shape = (num_routed_experts, world_size, source_rank, 1)
+        _cpu_module().check(topk_ids, None, num_token_non_padded, *shape)
     call = (counts, topk_ids.contiguous(), num_token_non_padded, num_routed_experts, world_size)
     if topk_ids.device.type == "cpu":
         _cpu_module().count_ranks(*call, source_rank)

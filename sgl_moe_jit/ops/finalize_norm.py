@@ -17,6 +17,7 @@ from sgl_moe_jit.ops.finalize_norm_kernel import (
     OP_FP8,
     NormInputs,
     NormOutputs,
+    check_inputs,
     run,
 )
 from sgl_moe_jit.ops.finalize_norm_schema import new_outputs, write
@@ -219,11 +220,14 @@ def _call(
         if not direct:
             made = getattr(torch.ops.sgl_moe_jit, op)(*_as_schema(inputs, *numbers))
             return NormOutputs(made[0], made[-1], made[1] if fp8 else None)
+        check_inputs(inputs, top_k, eps, routed_scaling_factor)
         outputs = new_outputs(inputs.residual, fp8)
         run(outputs, inputs, *numbers)
         return outputs
     if not direct:
         _check_outputs(op, inputs, given)
+    if direct:
+        check_inputs(inputs, top_k, eps, routed_scaling_factor)
     outputs = new_outputs(inputs.residual, fp8, given)
     if direct:
         write(outputs, inputs, *numbers)

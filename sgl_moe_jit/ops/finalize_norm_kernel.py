@@ -119,9 +119,14 @@ class NormKernel(NamedTuple):
 
 
 @cache_once
-def _cpu_kernel(fp8: bool, /) -> NormKernel:
+def _cpu_module() -> Any:
     with quick_call.loading():
-        module = load_spec(_cpu_spec())
+        return load_spec(_cpu_spec())
+
+
+@cache_once
+def _cpu_kernel(fp8: bool, /) -> NormKernel:
+    module = _cpu_module()
     return NormKernel(module.moe_finalize_norm, module.quick_address(fp8))
 
 
@@ -139,6 +144,13 @@ def _cuda_kernel(
 # By whether there is a scale, and by top_k: the modules that served last, on a GPU and on a CPU.
 LAST_CUDA: dict[bool, dict[int, NormKernel]] = {False: {}, True: {}}
 LAST_CPU: dict[bool, dict[int, NormKernel]] = {False: {}, True: {}}
+
+
+def check_inputs(inputs: NormInputs, top_k: int, eps: float, routed_scaling_factor: float) -> None:
+    """Refuse wrong inputs before there are outputs; on CUDA the launch has the rest of it."""
+    if inputs.gemm2_out.device.type == "cpu":
+        check_dtypes(inputs.gemm2_out, inputs.expert_weights)
+        _cpu_module().check(*inputs, top_k, routed_scaling_factor, eps)
 
 
 def run(

@@ -17,6 +17,7 @@ from sgl_moe_jit.ops.finalize_norm_kernel import (
     OP_FP8,
     NormInputs,
     NormOutputs,
+    check_inputs,
     run,
 )
 from sgl_moe_jit.ops.library import (
@@ -96,10 +97,12 @@ def _functional(
         residual,
         weight,
     )
-    outputs = new_outputs(residual, fp8)
     if fake:
         _check_fake(inputs)
     else:
+        check_inputs(inputs, top_k, eps, routed_scaling_factor)
+    outputs = new_outputs(residual, fp8)
+    if not fake:
         run(outputs, inputs, top_k, eps, enable_pdl, routed_scaling_factor)
     return outputs
 

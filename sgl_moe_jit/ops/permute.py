@@ -18,7 +18,7 @@ from sgl_moe_jit.ops.library import (
     library,
     refuse_functional_gradients,
 )
-from sgl_moe_jit.ops.permute_kernel import OP, PermutePath, launch
+from sgl_moe_jit.ops.permute_kernel import OP, PermutePath, check_inputs, launch
 
 MAX_EXPERTS = 4096
 """Most experts one call can sort by: one warp's counters must fit in shared memory."""
@@ -103,6 +103,7 @@ def permute_on(
         ValueError: the path cannot serve a call of this size.
     """
     _check(hidden_states, topk_ids, num_experts, alignment)
+    check_inputs(hidden_states, topk_ids)
     topk_ids = topk_ids.contiguous()
     outputs = _outputs(hidden_states, topk_ids, num_experts, alignment)
     launch(outputs, hidden_states, topk_ids, alignment, path=path)

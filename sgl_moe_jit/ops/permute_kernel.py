@@ -52,8 +52,10 @@ _MODULE = register_single(OP, "permute")
 
 
 @cache_once
-def _cpu_kernel() -> Any:
-    return load_spec(_MODULE.cpu()).moe_permute
+def _cpu_kernels() -> tuple[Any, Any]:
+    """Return the exports that check the inputs, and that write the outputs."""
+    module = load_spec(_MODULE.cpu())
+    return module.check, module.moe_permute
 
 
 @cache_once
@@ -88,6 +90,22 @@ def _scratch(
     return torch.empty(num_experts * (num_chunks + 1), dtype=torch.int32, device=device)
 
 
+def check_inputs(hidden_states: Tensor, topk_ids: Tensor) -> None:
+    """Refuse wrong inputs before there are outputs; on CUDA the launch has the rest of it.
+
+    Args:
+        hidden_states: As of the public op.
+        topk_ids: Likewise, of any strides.
+    """
+    device = hidden_states.device
+    if device.type == "cpu":
+        _cpu_kernels()[0](hidden_states, topk_ids)
+    elif device.type != "cuda" or torch.version.cuda is None:
+        raise ValueError(
+            f"hidden_states: expected a CPU or NVIDIA CUDA tensor, got device {device}"
+        )
+
+
 def launch(
     outputs: tuple[Tensor, Tensor, Tensor],
     hidden_states: Tensor,
@@ -100,19 +118,15 @@ def launch(
 
     Args:
         outputs: As :func:`sgl_moe_jit.ops.moe_permute` returns them, allocated.
-        hidden_states: [T, H].
+        hidden_states: [T, H]; it and the ids have passed :func:`check_inputs`.
         topk_ids: [T, K], contiguous.
         alignment: 1 to 1024.
         path: On CUDA, the path to take: for tests and benchmarks. Chosen by size when None.
     """
     device = hidden_states.device
     if device.type == "cpu":
-        _cpu_kernel()(*outputs, hidden_states, topk_ids, alignment, *cpu_workers())
+        _cpu_kernels()[1](*outputs, hidden_states, topk_ids, alignment, *cpu_workers())
         return
-    if device.type != "cuda" or torch.version.cuda is None:
-        raise ValueError(
-            f"hidden_states: expected a CPU or NVIDIA CUDA tensor, got device {device}"
-        )
     kernel, pdl_supported = _cuda_kernel(device.index)
     num_slots, num_experts = topk_ids.numel(), outputs[2].numel()
     if path is None:

@@ -16,7 +16,7 @@ from sgl_moe_jit.ops.library import (
     library,
     refuse_functional_gradients,
 )
-from sgl_moe_jit.ops.waterfill_kernel import MODES, OP, WaterfillPath, launch
+from sgl_moe_jit.ops.waterfill_kernel import MODES, OP, WaterfillPath, check_inputs, launch
 
 MIN_TOKENS = {"exact": 0, "exact_restricted": 0, "sampled": 64}
 """Rows below which all shared experts stay home, by mode, unless the caller says otherwise."""
@@ -99,6 +99,8 @@ def waterfill_on(
     numbers = (num_routed_experts, world_size, source_rank)
     counts = (global_counts, tokens_per_rank)
     _check(topk_ids, *numbers, mode, *counts, remainder_start)
+    valid = num_token_non_padded
+    check_inputs(topk_ids, topk_weights, valid, *numbers, *counts, mode, remainder_start)
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
     out = ep_topk.outputs(topk_ids, topk_weights, 1)
     launch(

@@ -45,8 +45,8 @@ _MODULE = register_single(OP, "waterfill")
 
 
 @cache_once
-def _cpu_kernel() -> Any:
-    return load_spec(_MODULE.cpu()).waterfill_topk
+def _cpu_module() -> Any:
+    return load_spec(_MODULE.cpu())
 
 
 @cache_once
@@ -58,6 +58,28 @@ def _cuda_kernel(device_index: int, /) -> Any:
 def can_take_one_launch(num_tokens: int, top_k: int, mode: str) -> bool:
     """Whether one block has room for a call of this size."""
     return num_tokens <= _ONE_BLOCK_ROWS[mode] and num_tokens * top_k <= _ONE_BLOCK_IDS
+
+
+def check_inputs(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_token_non_padded: Tensor | None,
+    num_routed_experts: int,
+    world_size: int,
+    source_rank: int,
+    global_counts: Tensor | None,
+    tokens_per_rank: Tensor | None,
+    mode: str,
+    remainder_start: int,
+) -> None:
+    """Refuse wrong inputs before anything is allocated; on CUDA the launch has the rest of it.
+
+    Arguments as of :func:`launch`, of any strides.
+    """
+    if topk_ids.device.type == "cpu":
+        numbers = (num_routed_experts, world_size, source_rank)
+        counts = (global_counts, tokens_per_rank, MODES[mode], remainder_start)
+        _cpu_module().check(topk_ids, topk_weights, num_token_non_padded, *numbers, *counts)
 
 
 def launch(
@@ -101,7 +123,7 @@ def launch(
     numbers = (num_routed_experts, world_size, source_rank, shared_weight)
     counts = (global_counts, tokens_per_rank, MODES[mode], remainder_start)
     if topk_ids.device.type == "cpu":
-        _cpu_kernel()(*call, *numbers, *counts, *cpu_workers())
+        _cpu_module().waterfill_topk(*call, *numbers, *counts, *cpu_workers())
         return
     ep_topk.check_is_cuda(topk_ids)
     if env.CHECK_INDICES.get():

@@ -37,7 +37,8 @@ inline uint32_t float_bits(host::DType type, double value) {
   return type == host::DType::kBFloat16 ? brain.bits : half.bits;
 }
 
-// Parameters without outputs and weights: what counting needs.
+// Parameters without outputs and weights: what counting needs. Whoever reads the ids checks that
+// they are contiguous: a copy of others is made once all is found right.
 inline EpTopkParams check_topk_ids(const host::TensorView& topk_ids,
                                    const host::Optional<host::TensorView>& num_valid,
                                    const EpShape& shape) {
@@ -45,7 +46,7 @@ inline EpTopkParams check_topk_ids(const host::TensorView& topk_ids,
   p.id_words = id_words("topk_ids", topk_ids);
   SMJ_CHECK_VALUE(topk_ids.ndim() == 2)
       << "topk_ids: expected [num_tokens, top_k], got " << host::shape_text(topk_ids);
-  host::check_contiguous("topk_ids", topk_ids);
+  host::check_memory("topk_ids", topk_ids);
   const int64_t widest = std::numeric_limits<int32_t>::max();
   TVM_FFI_ICHECK(shape.num_ranks >= 1 && shape.num_ranks <= kMaxRanks &&
                  shape.num_experts >= shape.num_ranks && shape.num_shared >= 1 &&
@@ -73,13 +74,11 @@ inline EpTopkParams check_topk_ids(const host::TensorView& topk_ids,
   return p;
 }
 
-// out_ids and out_weights are this library's own allocations.
-inline EpTopkParams check_ep_topk(const host::TensorView& out_ids,
-                                  const host::TensorView& out_weights,
-                                  const host::TensorView& topk_ids,
-                                  const host::TensorView& topk_weights,
-                                  const host::Optional<host::TensorView>& num_valid,
-                                  const EpShape& shape, double shared_weight) {
+// The same with weights, for what writes ids and weights.
+inline EpTopkParams check_ep_topk_inputs(const host::TensorView& topk_ids,
+                                         const host::TensorView& topk_weights,
+                                         const host::Optional<host::TensorView>& num_valid,
+                                         const EpShape& shape, double shared_weight) {
   EpTopkParams p = check_topk_ids(topk_ids, num_valid, shape);
   const host::DType type = host::dtype_of(topk_weights.dtype());
   SMJ_CHECK_TYPE(host::is_float(type))
@@ -89,15 +88,28 @@ inline EpTopkParams check_ep_topk(const host::TensorView& out_ids,
                   topk_weights.size(1) == topk_ids.size(1))
       << "topk_weights: expected the shape of topk_ids, " << host::shape_text(topk_ids) << ", got "
       << host::shape_text(topk_weights);
-  host::check_contiguous("topk_weights", topk_weights);
+  host::check_memory("topk_weights", topk_weights);
   host::check_device("topk_weights", topk_weights, topk_ids.device());
+  p.topk_weights = topk_weights.data_ptr();
+  p.weight_bytes = static_cast<int32_t>(host::item_size(type));
+  p.shared_weight = float_bits(type, shared_weight);
+  return p;
+}
+
+// out_ids and out_weights are this library's own allocations.
+inline EpTopkParams check_ep_topk(const host::TensorView& out_ids,
+                                  const host::TensorView& out_weights,
+                                  const host::TensorView& topk_ids,
+                                  const host::TensorView& topk_weights,
+                                  const host::Optional<host::TensorView>& num_valid,
+                                  const EpShape& shape, double shared_weight) {
+  EpTopkParams p = check_ep_topk_inputs(topk_ids, topk_weights, num_valid, shape, shared_weight);
+  host::check_contiguous("topk_ids", topk_ids);
+  host::check_contiguous("topk_weights", topk_weights);
   const int64_t size = p.num_tokens * (p.top_k + p.num_shared);
   TVM_FFI_ICHECK(out_ids.numel() == size && out_weights.numel() == size);
   p.out_ids = out_ids.data_ptr();
   p.out_weights = out_weights.data_ptr();
-  p.topk_weights = topk_weights.data_ptr();
-  p.weight_bytes = static_cast<int32_t>(host::item_size(type));
-  p.shared_weight = float_bits(type, shared_weight);
   return p;
 }
 

@@ -103,9 +103,9 @@ inline void check_fp8_output(const host::TensorView& out, const host::TensorView
   host::check_device("out_scale", scale, device);
 }
 
-inline FinalizeNormCall check_finalize_norm(const NormOutputs& to, const FinalizeInputs& in,
-                                            const NormInputs& norm, int64_t top_k,
-                                            double routed_factor, double eps) {
+// Everything but the outputs, which check_finalize_norm fills in.
+inline FinalizeNormCall check_norm_inputs(const FinalizeInputs& in, const NormInputs& norm,
+                                          int64_t top_k, double routed_factor, double eps) {
   host::check_rows("residual", norm.residual);
   const int64_t hidden_dim = norm.residual.size(1);
   const FinalizeCall sum = check_finalize_inputs(in, hidden_dim, "residual", top_k, routed_factor);
@@ -123,6 +123,24 @@ inline FinalizeNormCall check_finalize_norm(const NormOutputs& to, const Finaliz
   SMJ_CHECK_VALUE(static_cast<float>(eps) > 0.0f && std::isfinite(static_cast<float>(eps)))
       << "eps: expected a positive number, got " << eps;
 
+  FinalizeNormCall call{};
+  call.activation = sum.activation;
+  call.expert_weight = sum.weight;
+  FinalizeNormParams& p = call.params;
+  p.sum = sum.params;
+  p.residual = norm.residual.data_ptr();
+  p.residual_stride = host::row_stride(norm.residual);
+  p.norm_weight = weight.data_ptr();
+  p.eps = static_cast<float>(eps);
+  return call;
+}
+
+inline FinalizeNormCall check_finalize_norm(const NormOutputs& to, const FinalizeInputs& in,
+                                            const NormInputs& norm, int64_t top_k,
+                                            double routed_factor, double eps) {
+  FinalizeNormCall call = check_norm_inputs(in, norm, top_k, routed_factor, eps);
+  FinalizeNormParams& p = call.params;
+  const int64_t num_tokens = p.sum.num_tokens, hidden_dim = p.sum.hidden_dim;
   check_token_rows("residual_out", to.residual_out, in.gemm2_out, num_tokens, hidden_dim, "");
   check_written_rows("residual_out", to.residual_out, num_tokens);
   if (to.scale.has_value()) {
@@ -133,20 +151,11 @@ inline FinalizeNormCall check_finalize_norm(const NormOutputs& to, const Finaliz
   check_written_rows("out", to.out, num_tokens);
   check_norm_memory(in, norm, to);
 
-  FinalizeNormCall call{};
-  call.activation = sum.activation;
-  call.expert_weight = sum.weight;
-  FinalizeNormParams& p = call.params;
-  p.sum = sum.params;
   p.sum.out = to.out.data_ptr();
   p.sum.out_stride = host::row_stride(to.out);
   p.residual_out = to.residual_out.data_ptr();
   p.residual_out_stride = host::row_stride(to.residual_out);
   p.scale = to.scale.has_value() ? static_cast<float*>(to.scale.value().data_ptr()) : nullptr;
-  p.residual = norm.residual.data_ptr();
-  p.residual_stride = host::row_stride(norm.residual);
-  p.norm_weight = weight.data_ptr();
-  p.eps = static_cast<float>(eps);
   return call;
 }
 

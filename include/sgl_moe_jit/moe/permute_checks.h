@@ -12,12 +12,8 @@
 namespace sgl_moe_jit {
 namespace moe {
 
-// permuted, row_of, expert_offsets and scratch are this library's own allocations.
-inline PermuteParams check_permute(const host::TensorView& permuted, const host::TensorView& row_of,
-                                   const host::TensorView& expert_offsets,
-                                   const host::TensorView& hidden, const host::TensorView& topk_ids,
-                                   const host::Optional<host::TensorView>& scratch,
-                                   int64_t alignment) {
+// All but that the ids are contiguous: a copy of them is made once they are found right.
+inline void check_permute_inputs(const host::TensorView& hidden, const host::TensorView& topk_ids) {
   using host::DType;
   const DLDataType type = hidden.dtype();
   SMJ_CHECK_TYPE(type.lanes == 1 && (type.bits == 16 || type.bits == 32 || type.bits == 64))
@@ -29,19 +25,29 @@ inline PermuteParams check_permute(const host::TensorView& permuted, const host:
   SMJ_CHECK_VALUE(topk_ids.ndim() == 2 && topk_ids.size(0) == hidden.size(0))
       << "topk_ids: expected [num_tokens=" << hidden.size(0) << ", top_k], got "
       << host::shape_text(topk_ids);
-  const int64_t top_k = topk_ids.size(1), num_slots = topk_ids.numel();
-  SMJ_CHECK_VALUE(num_slots <= std::numeric_limits<int32_t>::max() &&
+  const int64_t top_k = topk_ids.size(1);
+  SMJ_CHECK_VALUE(topk_ids.numel() <= std::numeric_limits<int32_t>::max() &&
                   top_k <= std::numeric_limits<int32_t>::max())
       << "topk_ids: expected num_tokens * top_k below 2^31, got " << host::shape_text(topk_ids);
-  host::check_contiguous("topk_ids", topk_ids);
+  host::check_memory("topk_ids", topk_ids);
   host::check_device("topk_ids", topk_ids, hidden.device());
-  const int64_t num_experts = expert_offsets.numel();
-  SMJ_CHECK_VALUE(num_experts >= 1 && num_experts <= kMaxExperts)
-      << "num_experts: expected 1 to " << kMaxExperts << ", got " << num_experts;
-  const int64_t item_bytes = type.bits / 8;
   // A launch's second grid dimension ends at 65535; 128 words of 2 bytes each is the narrowest.
   SMJ_CHECK_VALUE(hidden.size(1) <= 65535 * int64_t{128})
       << "hidden_states: expected at most " << 65535 * 128 << " columns, got " << hidden.size(1);
+}
+
+// permuted, row_of, expert_offsets and scratch are this library's own allocations.
+inline PermuteParams check_permute(const host::TensorView& permuted, const host::TensorView& row_of,
+                                   const host::TensorView& expert_offsets,
+                                   const host::TensorView& hidden, const host::TensorView& topk_ids,
+                                   const host::Optional<host::TensorView>& scratch,
+                                   int64_t alignment) {
+  check_permute_inputs(hidden, topk_ids);
+  host::check_contiguous("topk_ids", topk_ids);
+  const int64_t num_experts = expert_offsets.numel();
+  SMJ_CHECK_VALUE(num_experts >= 1 && num_experts <= kMaxExperts)
+      << "num_experts: expected 1 to " << kMaxExperts << ", got " << num_experts;
+  const int64_t num_slots = topk_ids.numel(), item_bytes = hidden.dtype().bits / 8;
 
   // An expert's counters, one a chunk, and behind all of them its count.
   int32_t *counters = nullptr, *counts = nullptr;
@@ -70,11 +76,11 @@ inline PermuteParams check_permute(const host::TensorView& permuted, const host:
       hidden.size(1) * item_bytes,
       host::row_stride(hidden) * item_bytes,
       static_cast<int32_t>(item_bytes),
-      static_cast<int32_t>(top_k),
+      static_cast<int32_t>(topk_ids.size(1)),
       static_cast<int32_t>(num_experts),
       static_cast<int32_t>(alignment),
       static_cast<int32_t>(num_chunks),
-      ids == DType::kInt64 ? 2 : 1,
+      host::dtype_of(topk_ids.dtype()) == host::DType::kInt64 ? 2 : 1,
   };
 }
 
