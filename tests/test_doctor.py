@@ -29,6 +29,11 @@ def run(*arguments, **variables):
     )
 
 
+def named(report, name):
+    (feature,) = (f for f in report.features if f.name == name)
+    return feature
+
+
 def test_json_and_text_hold_the_same_facts_and_no_secrets(tmp_path):
     variables = {
         "SGL_MOE_JIT_CACHE_DIR": str(tmp_path / "cache"),
@@ -77,12 +82,16 @@ def test_without_a_compiler_says_what_to_install_and_counts_the_cache(tmp_path, 
     cpu = cold.features[0]
     assert (cpu.name, cpu.ok, cpu.mend) == ("CPU kernels", False, "apt-get install g++")
     assert "no C++ compiler found" in cpu.why and "0 of 1 modules are in the cache" in cpu.why
+    demo = named(cold, "transformers models, demo")
+    assert not demo.ok and "no CPU kernels: no C++ compiler found" in demo.why
+    assert demo.mend.endswith("apt-get install g++")
     assert not cold.ok and "can neither be built nor are cached" in doctor.render(cold)
     eager = cold.features[-1]
     assert (eager.name, eager.required, eager.ok) == ("eager calls in C", False, False)
     assert not ahead.build([None])[0].failures
     warm = without_tools()
     assert warm.features[0].ok and "all 1 are in the cache" in warm.features[0].why
+    assert named(warm, "transformers models, demo").ok
     extension = quick_call.why_in_python() is None
     assert warm.facts["cache"]["entries"] == 1 + extension
     assert warm.features[-1].ok == extension
@@ -148,6 +157,8 @@ def test_on_a_gpu_machine_requires_the_cuda_kernels(gpu, nvcc, ok, why, monkeypa
     assert why in cuda.why
     assert ok or cuda.mend
     assert cuda.why in doctor.render(report)
+    demo = named(report, "transformers models, demo")  # it would run on the GPU
+    assert demo.ok is ok and (ok or ("no CUDA kernels" in demo.why and cuda.mend in demo.mend))
 
 
 @pytest.mark.parametrize("name", list(doctor._PROBES), ids="{}_probe".format)
@@ -162,3 +173,24 @@ def test_survives_any_failing_probe(name, monkeypatch):
     assert report.facts[name] == {"error": "probe broke"}
     assert "probe broke" in doctor.render(report)
     json.dumps(report.to_json())
+
+
+@pytest.mark.parametrize(
+    ("version", "ok", "why"),
+    [
+        (None, False, "transformers is not installed"),
+        ("5.16.3", False, "transformers 5.16.3, expected 5.17 or newer"),
+        ("5.17.0", True, "transformers 5.17.0"),
+        ("6.0.0.dev0", True, "transformers 6.0.0.dev0"),
+    ],
+)
+def test_models_need_transformers_and_kernels(version, ok, why):
+    kernels = doctor.Feature("CPU kernels", True, True, "can be built on first use")
+    facts = {"packages": {"transformers": version}}
+    with_kernels = doctor._models_feature(facts, kernels)
+    assert (with_kernels.ok, with_kernels.why) == (ok, why)
+    assert with_kernels.mend == ("" if ok else "pip install 'sgl-moe-jit[transformers]'")
+    broken = doctor.Feature("CPU kernels", True, False, "no compiler", "apt-get install g++")
+    without = doctor._models_feature(facts, broken)
+    assert not without.ok and without.why == f"{why}; no CPU kernels: no compiler"
+    assert without.mend.endswith("apt-get install g++") and with_kernels.mend in without.mend

@@ -26,6 +26,7 @@ _PROBES: dict[str, Callable[[], Facts]] = {
 }
 
 _GET_NVCC = "pip install 'sgl-moe-jit[nvcc]'"
+_GET_TRANSFORMERS = "pip install 'sgl-moe-jit[transformers]'"
 _OLDEST_TRANSFORMERS = (5, 17)
 
 
@@ -156,17 +157,26 @@ def _cuda_feature(facts: dict[str, Facts], runtime_missing: list[tuple[str, str]
     return Feature(name, False, not mend, why, mend)
 
 
-def _optional_features(facts: dict[str, Facts]) -> list[Feature]:
-    packages, features = facts["packages"], []
-    found = packages.get("transformers")
-    name, mend = "transformers models, demo", "pip install 'sgl-moe-jit[transformers]'"
+def _models_feature(facts: dict[str, Facts], kernels: Feature) -> Feature:
+    """Judge models and the demo, which need transformers, and kernels where they run."""
+    found, missing = facts["packages"].get("transformers"), []
+    why = "transformers is not installed" if found is None else f"transformers {found}"
     if found is None:
-        features.append(Feature(name, False, False, "transformers is not installed", mend))
+        missing.append(_GET_TRANSFORMERS)
     else:
         numbers = tuple(int(n) for n in found.split(".")[:2] if n.isdecimal())
-        new = len(numbers) < 2 or numbers >= _OLDEST_TRANSFORMERS
-        why = f"transformers {found}" + ("" if new else ", expected 5.17 or newer")
-        features.append(Feature(name, False, new, why, "" if new else mend))
+        if len(numbers) >= 2 and numbers < _OLDEST_TRANSFORMERS:
+            why += ", expected 5.17 or newer"
+            missing.append(_GET_TRANSFORMERS)
+    if not kernels.ok:
+        why += f"; no {kernels.name}: {kernels.why}"
+        missing.append(kernels.mend)
+    mend = " && ".join(filter(None, missing))
+    return Feature("transformers models, demo", False, not missing, why, mend)
+
+
+def _optional_features(facts: dict[str, Facts], kernels: Feature) -> list[Feature]:
+    packages, features = facts["packages"], [_models_feature(facts, kernels)]
     found = packages.get("flashinfer")
     name, mend = "flashinfer runners", "pip install 'sgl-moe-jit[flashinfer]'"
     if found is None:
@@ -201,8 +211,9 @@ def examine() -> Report:
     runtime_missing = _runtime_missing(facts)
     cpu = _kernels("CPU kernels", None, runtime_missing, facts["cache"])
     cuda = _cuda_feature(facts, runtime_missing)
+    here = cuda if facts["gpu"].get("devices") else cpu  # where a model, and the demo, run
     quick = _quick_call_feature(facts)
-    return Report(facts, (cpu, cuda, *_optional_features(facts), quick))
+    return Report(facts, (cpu, cuda, *_optional_features(facts, here), quick))
 
 
 def _lines_of(name: str, facts: Facts) -> list[str]:
