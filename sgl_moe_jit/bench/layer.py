@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit.bench.contest import Contest, Contestant, WrongResultError
-from sgl_moe_jit.bench.layer_cases import layer_of, load, make_batch, make_stock, oracle
+from sgl_moe_jit.bench.layer_cases import batches, oracle
 from sgl_moe_jit.bench.options import Options
 from sgl_moe_jit.bench.report import Record
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
@@ -145,21 +145,13 @@ def contestants(
 
 def bench(options: Options, contest: Contest) -> Iterator[list[Record]]:
     """Yield the records of one layer after another: bfloat16, one rank's experts."""
-    for case in options.cases:
-        layer = layer_of(case)
-        stock = make_stock(layer, "cuda")
-        block = load(stock)
-        for num_tokens in options.tokens or TOKENS:
-            x = make_batch(layer, num_tokens, "cuda")
-            with torch.no_grad():
-                chosen = options.choose(contestants(stock, block, x))
-                outcomes = contest.on_cuda(f"{case.name}, {num_tokens} tokens", chosen)
-            del chosen, x
-            yield [
-                Record.of(
-                    "layer", case, num_tokens, "graph", name, outcome, 0, note=layer.describe()
-                )
-                for name, outcome in outcomes.items()
-            ]
-        del stock, block
-        torch.cuda.empty_cache()
+    for batch in batches(options.cases, options.tokens or TOKENS):
+        case, note, num_tokens = batch.case, batch.layer.describe(), len(batch.x)
+        with torch.no_grad():
+            chosen = options.choose(contestants(batch.stock, batch.block, batch.x))
+            outcomes = contest.on_cuda(f"{case.name}, {num_tokens} tokens", chosen)
+        del chosen, batch
+        yield [
+            Record.of("layer", case, num_tokens, "graph", name, outcome, 0, note=note)
+            for name, outcome in outcomes.items()
+        ]

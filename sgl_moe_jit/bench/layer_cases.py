@@ -10,7 +10,7 @@ the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +125,42 @@ def make_batch(layer: LayerCase, num_tokens: int, device: torch.device | str) ->
     generator = torch.Generator(device=device).manual_seed(1)
     x = torch.empty(num_tokens, layer.shape.hidden_dim, dtype=torch.bfloat16, device=device)
     return x.normal_(generator=generator)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One layer and one number of tokens to measure it with.
+
+    Attributes:
+        case: The model's shape.
+        layer: Its layer.
+        stock: transformers' block.
+        block: Ours on the same parameters.
+        x: [T, H] hidden states.
+    """
+
+    case: FinalizeCase
+    layer: LayerCase
+    stock: torch.nn.Module
+    block: SharedExpertMoEBlock
+    x: Tensor
+
+
+def batches(
+    cases: Iterable[FinalizeCase], tokens: Iterable[int], device: torch.device | str = "cuda"
+) -> Iterator[Batch]:
+    """Yield each layer with each number of tokens.
+
+    A layer is made once, and let go before the next is made if the caller has let go its batch.
+    """
+    for case in cases:
+        layer = layer_of(case)
+        stock = make_stock(layer, device)
+        block = load(stock)
+        for num_tokens in tokens:
+            yield Batch(case, layer, stock, block, make_batch(layer, num_tokens, device))
+        del stock, block
+        torch.cuda.empty_cache()
 
 
 def _swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sgl_moe_jit.bench.contest import Contest, Contestant, Outcome
 from sgl_moe_jit.bench.layer import STOCK, checked, contestants, wanted
-from sgl_moe_jit.bench.layer_cases import layer_of, load, make_batch, make_stock
+from sgl_moe_jit.bench.layer_cases import batches
 from sgl_moe_jit.bench.options import Options
 from sgl_moe_jit.bench.report import Record
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
@@ -70,30 +70,19 @@ def contestants_by_order(
 
 def bench(options: Options, contest: Contest) -> Iterator[list[Record]]:
     """Yield the records of one layer after another: bfloat16, one rank's experts."""
-    for case in options.cases:
-        layer = layer_of(case)
-        stock = make_stock(layer, "cuda")
-        block = load(stock)
-        for num_tokens in options.tokens or TOKENS:
-            x = make_batch(layer, num_tokens, "cuda")
-            with torch.no_grad():
-                makers = options.choose(contestants_by_order(stock, block, x))
-                entered = contest.enter(f"{case.name}, {num_tokens} tokens", makers)
-                peaks = {name: peak_bytes(one.calls[0]) for name, one in entered.items()}
-            del makers, entered, x
-            yield [
-                Record.of(
-                    "memory",
-                    case,
-                    num_tokens,
-                    "eager",
-                    name,
-                    Outcome(None, None),
-                    0,
-                    note=layer.describe(),
-                    peak_bytes=peak,
-                )
-                for name, peak in peaks.items()
-            ]
-        del stock, block
-        torch.cuda.empty_cache()
+    for batch in batches(options.cases, options.tokens or TOKENS):
+        case, note, num_tokens = batch.case, batch.layer.describe(), len(batch.x)
+        with torch.no_grad():
+            makers = options.choose(contestants_by_order(batch.stock, batch.block, batch.x))
+            entered = contest.enter(f"{case.name}, {num_tokens} tokens", makers)
+            peaks = {name: peak_bytes(one.calls[0]) for name, one in entered.items()}
+        del makers, entered, batch
+        nothing = Outcome(None, None)
+        yield [
+            Record.of(
+                *("memory", case, num_tokens, "eager", name, nothing, 0),
+                note=note,
+                peak_bytes=peak,
+            )
+            for name, peak in peaks.items()
+        ]

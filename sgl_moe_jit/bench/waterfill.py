@@ -24,7 +24,7 @@ from sgl_moe_jit.bench.options import Options
 from sgl_moe_jit.bench.report import Record
 from sgl_moe_jit.ops import expand_topk_with_shared_expert, reference_waterfill
 from sgl_moe_jit.ops.waterfill import waterfill_on
-from sgl_moe_jit.ops.waterfill_kernel import WaterfillPath, can_take_one_launch
+from sgl_moe_jit.ops.waterfill_kernel import WaterfillCall, WaterfillPath, can_take_one_launch
 
 TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 4096)
 WORLD_SIZES = (8, 32)
@@ -78,7 +78,8 @@ def make_inputs(
 def _ours(
     mode: str, path: WaterfillPath | None, ids: Tensor, weights: Tensor, experts: int, ranks: int
 ) -> Expanded:
-    return waterfill_on(path, ids, weights, experts, ranks, _SOURCE, _SHARED_WEIGHT, mode)
+    call = WaterfillCall(ids, weights, experts, ranks, _SOURCE, _SHARED_WEIGHT, mode)
+    return waterfill_on(path, call)
 
 
 def _home(ids: Tensor, weights: Tensor, experts: int, ranks: int) -> Expanded:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,46 +40,51 @@ def _cuda_module(device_index: int, /) -> Any:
     return load_spec(_MODULE.cuda(arch)), arch.supports_pdl
 
 
-def _functional(
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    num_routed_experts: int,
-    world_size: int,
-    source_rank: int,
-    shared_weight: float = 1.0,
-    num_shared: int = 1,
-    num_token_non_padded: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    shape = (num_routed_experts, world_size, source_rank, num_shared)
-    ep_topk.check_shape(topk_ids, *shape)
+class ExpandCall(NamedTuple):
+    """What a call is given, in the schema's order and with its defaults; as in the public op."""
+
+    topk_ids: Tensor
+    topk_weights: Tensor
+    num_routed_experts: int
+    world_size: int
+    source_rank: int
+    shared_weight: float = 1.0
+    num_shared: int = 1
+    num_token_non_padded: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """E, W, the source and S, as C++ takes them."""
+        return self.num_routed_experts, self.world_size, self.source_rank, self.num_shared
+
+
+def _expand(call: ExpandCall) -> tuple[Tensor, Tensor]:
+    topk_ids, topk_weights, valid = call.topk_ids, call.topk_weights, call.num_token_non_padded
+    ep_topk.check_shape(topk_ids, *call.shape)
     if topk_ids.device.type == "cpu":  # before anything is allocated
-        _cpu_module().check(topk_ids, topk_weights, num_token_non_padded, *shape)
+        _cpu_module().check(topk_ids, topk_weights, valid, *call.shape)
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
-    out = ep_topk.outputs(topk_ids, topk_weights, num_shared)
-    call = (*out, topk_ids, topk_weights, num_token_non_padded, *shape, shared_weight)
+    out = ep_topk.outputs(topk_ids, topk_weights, call.num_shared)
+    arguments = (*out, topk_ids, topk_weights, valid, *call.shape, call.shared_weight)
     if topk_ids.device.type == "cpu":
-        _cpu_module().expand_topk(*call, *cpu_workers())
+        _cpu_module().expand_topk(*arguments, *cpu_workers())
         return out
     ep_topk.check_is_cuda(topk_ids)
     if env.CHECK_INDICES.get():
-        ep_topk.check_ids(topk_ids, num_routed_experts, num_token_non_padded)
+        ep_topk.check_ids(topk_ids, call.num_routed_experts, valid)
     module, pdl_supported = _cuda_module(topk_ids.device.index)
-    module.expand_topk(*call, pdl_supported and env.PDL.get())
+    module.expand_topk(*arguments, pdl_supported and env.PDL.get())
     return out
 
 
-def _fake(
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    num_routed_experts: int,
-    world_size: int,
-    source_rank: int,
-    shared_weight: float = 1.0,
-    num_shared: int = 1,
-    num_token_non_padded: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    ep_topk.check_shape(topk_ids, num_routed_experts, world_size, source_rank, num_shared)
-    return ep_topk.outputs(topk_ids, topk_weights, num_shared)
+def _functional(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return _expand(ExpandCall(*args, **kwargs))
+
+
+def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    call = ExpandCall(*args, **kwargs)
+    ep_topk.check_shape(call.topk_ids, *call.shape)
+    return ep_topk.outputs(call.topk_ids, call.topk_weights, call.num_shared)
 
 
 library.define(
@@ -159,9 +164,7 @@ def expand_topk_with_shared_expert(
         num_shared=num_shared,
     )
     refuse_functional_gradients(OP, topk_weights)
-    direct = can_bypass_dispatcher(topk_ids, topk_weights, num_token_non_padded)
-    function = _functional if direct else torch.ops.sgl_moe_jit.expand_topk_with_shared_expert
-    result: tuple[Tensor, Tensor] = function(
+    call = ExpandCall(
         topk_ids,
         topk_weights,
         num_routed_experts,
@@ -171,6 +174,9 @@ def expand_topk_with_shared_expert(
         num_shared,
         num_token_non_padded,
     )
+    if can_bypass_dispatcher(topk_ids, topk_weights, num_token_non_padded):
+        return _expand(call)
+    result: tuple[Tensor, Tensor] = torch.ops.sgl_moe_jit.expand_topk_with_shared_expert(*call)
     return result
 
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,79 +18,36 @@ from sgl_moe_jit.ops.library import (
     library,
     refuse_functional_gradients,
 )
-from sgl_moe_jit.ops.waterfill_kernel import MODES, OP, WaterfillPath, check_inputs, launch
+from sgl_moe_jit.ops.waterfill_kernel import (
+    MODES,
+    OP,
+    WaterfillCall,
+    WaterfillPath,
+    check_inputs,
+    launch,
+)
 
 MIN_TOKENS = {"exact": 0, "exact_restricted": 0, "sampled": 64}
 """Rows below which all shared experts stay home, by mode, unless the caller says otherwise."""
 
 
-def _check(
-    topk_ids: Tensor,
-    num_routed_experts: int,
-    world_size: int,
-    source_rank: int,
-    mode: str,
-    global_counts: Tensor | None,
-    tokens_per_rank: Tensor | None,
-    remainder_start: int,
-) -> None:
+def _check(call: WaterfillCall) -> None:
     """Check what C++ cannot see or what decides the outputs' shapes."""
-    ep_topk.check_shape(topk_ids, num_routed_experts, world_size, source_rank, 1)
-    if not isinstance(mode, str) or mode not in MODES:
-        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
-    if (global_counts is None) != (tokens_per_rank is None):
-        missing = "global_counts" if global_counts is None else "tokens_per_rank"
+    ep_topk.check_shape(call.topk_ids, *call.numbers, 1)
+    if not isinstance(call.mode, str) or call.mode not in MODES:
+        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {call.mode!r}")
+    if (call.global_counts is None) != (call.tokens_per_rank is None):
+        missing = "global_counts" if call.global_counts is None else "tokens_per_rank"
         raise ValueError(
             f"{missing}: expected a Tensor, got None; global_counts and tokens_per_rank come "
             "together, as the rows of an all-reduced count_tokens_per_rank"
         )
-    if not 0 <= remainder_start < world_size:
-        raise ValueError(f"remainder_start: expected 0 to {world_size - 1}, got {remainder_start}")
+    last = call.world_size - 1
+    if not 0 <= call.remainder_start <= last:
+        raise ValueError(f"remainder_start: expected 0 to {last}, got {call.remainder_start}")
 
 
-def _functional(
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    num_routed_experts: int,
-    world_size: int,
-    source_rank: int,
-    shared_weight: float = 1.0,
-    mode: str = "exact",
-    global_counts: Tensor | None = None,
-    tokens_per_rank: Tensor | None = None,
-    remainder_start: int = 0,
-    num_token_non_padded: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return waterfill_on(
-        None,
-        topk_ids,
-        topk_weights,
-        num_routed_experts,
-        world_size,
-        source_rank,
-        shared_weight,
-        mode,
-        global_counts,
-        tokens_per_rank,
-        remainder_start,
-        num_token_non_padded,
-    )
-
-
-def waterfill_on(
-    path: WaterfillPath | None,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    num_routed_experts: int,
-    world_size: int,
-    source_rank: int,
-    shared_weight: float = 1.0,
-    mode: str = "exact",
-    global_counts: Tensor | None = None,
-    tokens_per_rank: Tensor | None = None,
-    remainder_start: int = 0,
-    num_token_non_padded: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def waterfill_on(path: WaterfillPath | None, call: WaterfillCall) -> tuple[Tensor, Tensor]:
     """Do the op's work by a path of the caller's choice: for tests and benchmarks.
 
     Without gradients and past the dispatcher. ``path`` is of no effect on a CPU; None chooses.
@@ -96,44 +55,22 @@ def waterfill_on(
     Raises:
         ValueError: the path cannot serve a call of this size.
     """
-    numbers = (num_routed_experts, world_size, source_rank)
-    counts = (global_counts, tokens_per_rank)
-    _check(topk_ids, *numbers, mode, *counts, remainder_start)
-    valid = num_token_non_padded
-    check_inputs(topk_ids, topk_weights, valid, *numbers, *counts, mode, remainder_start)
-    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
-    out = ep_topk.outputs(topk_ids, topk_weights, 1)
-    launch(
-        out,
-        topk_ids,
-        topk_weights,
-        num_token_non_padded,
-        *numbers,
-        shared_weight,
-        *counts,
-        mode,
-        remainder_start,
-        path=path,
-    )
+    _check(call)
+    check_inputs(call)
+    ids, weights = call.topk_ids.contiguous(), call.topk_weights.contiguous()
+    out = ep_topk.outputs(ids, weights, 1)
+    launch(out, call._replace(topk_ids=ids, topk_weights=weights), path=path)
     return out
 
 
-def _fake(
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    num_routed_experts: int,
-    world_size: int,
-    source_rank: int,
-    shared_weight: float = 1.0,
-    mode: str = "exact",
-    global_counts: Tensor | None = None,
-    tokens_per_rank: Tensor | None = None,
-    remainder_start: int = 0,
-    num_token_non_padded: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    numbers = (num_routed_experts, world_size, source_rank)
-    _check(topk_ids, *numbers, mode, global_counts, tokens_per_rank, remainder_start)
-    return ep_topk.outputs(topk_ids, topk_weights, 1)
+def _functional(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return waterfill_on(None, WaterfillCall(*args, **kwargs))
+
+
+def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    call = WaterfillCall(*args, **kwargs)
+    _check(call)
+    return ep_topk.outputs(call.topk_ids, call.topk_weights, 1)
 
 
 library.define(
@@ -242,31 +179,34 @@ def waterfill_topk_with_shared_expert(
         remainder_start=remainder_start,
         min_tokens=0 if min_tokens is None else min_tokens,
     )
-    counts = (global_counts, tokens_per_rank)
-    numbers = (num_routed_experts, world_size, source_rank)
-    _check(topk_ids, *numbers, mode, *counts, remainder_start)
+    call = WaterfillCall(
+        topk_ids,
+        topk_weights,
+        num_routed_experts,
+        world_size,
+        source_rank,
+        float(shared_weight),
+        mode,
+        global_counts,
+        tokens_per_rank,
+        remainder_start,
+        num_token_non_padded,
+    )
+    _check(call)
     if min_tokens is not None and min_tokens < 0:
         raise ValueError(f"min_tokens: expected at least 0, got {min_tokens}")
     if topk_ids.shape[0] < (MIN_TOKENS[mode] if min_tokens is None else min_tokens):
-        ep_topk.check_counts(*counts, world_size)
+        ep_topk.check_counts(global_counts, tokens_per_rank, world_size)
         return expand_topk_with_shared_expert(
             topk_ids,
             topk_weights,
-            *numbers,
+            *call.numbers,
             shared_weight,
             num_token_non_padded=num_token_non_padded,
         )
     refuse_functional_gradients(OP, topk_weights)
-    direct = can_bypass_dispatcher(topk_ids, topk_weights, *counts, num_token_non_padded)
-    function = _functional if direct else torch.ops.sgl_moe_jit.waterfill_topk_with_shared_expert
-    result: tuple[Tensor, Tensor] = function(
-        topk_ids,
-        topk_weights,
-        *numbers,
-        float(shared_weight),
-        mode,
-        *counts,
-        remainder_start,
-        num_token_non_padded,
-    )
+    counts = (global_counts, tokens_per_rank)
+    if can_bypass_dispatcher(topk_ids, topk_weights, *counts, num_token_non_padded):
+        return waterfill_on(None, call)
+    result: tuple[Tensor, Tensor] = torch.ops.sgl_moe_jit.waterfill_topk_with_shared_expert(*call)
     return result

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,74 +60,62 @@ def can_take_one_launch(num_tokens: int, top_k: int, mode: str) -> bool:
     return num_tokens <= _ONE_BLOCK_ROWS[mode] and num_tokens * top_k <= _ONE_BLOCK_IDS
 
 
-def check_inputs(
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    num_token_non_padded: Tensor | None,
-    num_routed_experts: int,
-    world_size: int,
-    source_rank: int,
-    global_counts: Tensor | None,
-    tokens_per_rank: Tensor | None,
-    mode: str,
-    remainder_start: int,
-) -> None:
-    """Refuse wrong inputs before anything is allocated; on CUDA the launch has the rest of it.
+class WaterfillCall(NamedTuple):
+    """What a call is given, in the schema's order and with its defaults; as in the public op."""
 
-    Arguments as of :func:`launch`, of any strides.
-    """
-    if topk_ids.device.type == "cpu":
-        numbers = (num_routed_experts, world_size, source_rank)
-        counts = (global_counts, tokens_per_rank, MODES[mode], remainder_start)
-        _cpu_module().check(topk_ids, topk_weights, num_token_non_padded, *numbers, *counts)
+    topk_ids: Tensor
+    topk_weights: Tensor
+    num_routed_experts: int
+    world_size: int
+    source_rank: int
+    shared_weight: float = 1.0
+    mode: str = "exact"
+    global_counts: Tensor | None = None
+    tokens_per_rank: Tensor | None = None
+    remainder_start: int = 0
+    num_token_non_padded: Tensor | None = None
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """E, W and the source, as C++ takes them."""
+        return self.num_routed_experts, self.world_size, self.source_rank
+
+    @property
+    def choice(self) -> tuple[Tensor | None, Tensor | None, int, int]:
+        """What decides about the ranks, as C++ takes it."""
+        return self.global_counts, self.tokens_per_rank, MODES[self.mode], self.remainder_start
+
+
+def check_inputs(call: WaterfillCall) -> None:
+    """Refuse wrong inputs before anything is allocated; on CUDA the launch has the rest of it."""
+    if call.topk_ids.device.type == "cpu":
+        tensors = (call.topk_ids, call.topk_weights, call.num_token_non_padded)
+        _cpu_module().check(*tensors, *call.numbers, *call.choice)
 
 
 def launch(
-    outputs: tuple[Tensor, Tensor],
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    num_token_non_padded: Tensor | None,
-    num_routed_experts: int,
-    world_size: int,
-    source_rank: int,
-    shared_weight: float,
-    global_counts: Tensor | None,
-    tokens_per_rank: Tensor | None,
-    mode: str,
-    remainder_start: int,
-    *,
-    path: WaterfillPath | None = None,
+    outputs: tuple[Tensor, Tensor], call: WaterfillCall, *, path: WaterfillPath | None = None
 ) -> None:
     """Write ``outputs``, ids and weights [N, K + 1].
 
     Args:
         outputs: Allocated.
-        topk_ids: [N, K], contiguous; it and those from here on as in the public op.
-        topk_weights: Contiguous.
-        num_token_non_padded: Checked in C++, like the counts.
-        num_routed_experts: Checked.
-        world_size: Checked.
-        source_rank: Checked.
-        shared_weight: A number.
-        global_counts: Both counts or none.
-        tokens_per_rank: Both counts or none.
-        mode: One of ``MODES``.
-        remainder_start: Checked.
+        call: Its numbers are checked, its ids and weights contiguous; the rest is checked in C++.
         path: On CUDA, the path to take: for tests and benchmarks. Chosen by size when None.
 
     Raises:
         ValueError: the path cannot serve a call of this size.
     """
+    topk_ids, mode, valid = call.topk_ids, call.mode, call.num_token_non_padded
     num_tokens, top_k = topk_ids.shape
-    call = (*outputs, topk_ids, topk_weights, num_token_non_padded)
-    numbers = (num_routed_experts, world_size, source_rank, shared_weight)
-    counts = (global_counts, tokens_per_rank, MODES[mode], remainder_start)
+    tensors = (*outputs, topk_ids, call.topk_weights, valid)
+    arguments = (*tensors, *call.numbers, call.shared_weight, *call.choice)
     if topk_ids.device.type == "cpu":
-        _cpu_module().waterfill_topk(*call, *numbers, *counts, *cpu_workers())
+        _cpu_module().waterfill_topk(*arguments, *cpu_workers())
         return
     ep_topk.check_is_cuda(topk_ids)
     if env.CHECK_INDICES.get():
-        ep_topk.check_ids(topk_ids, num_routed_experts, num_token_non_padded)
+        ep_topk.check_ids(topk_ids, call.num_routed_experts, valid)
     one = can_take_one_launch(num_tokens, top_k, mode)
     if path is WaterfillPath.ONE_LAUNCH and not one:
         raise ValueError(
@@ -137,7 +125,7 @@ def launch(
     scratch = None
     if path is WaterfillPath.THREE_LAUNCHES or not one:
         chunks = -(-num_tokens // _CHUNK_ROWS)
-        items = 2 * _PLAN_ITEMS + chunks * (world_size + 1)  # of the plan two words each
+        items = 2 * _PLAN_ITEMS + chunks * (call.world_size + 1)  # of the plan two words each
         scratch = torch.empty(items, dtype=torch.int32, device=topk_ids.device)
     kernel, pdl_supported = _cuda_kernel(topk_ids.device.index)
-    kernel(*call, *numbers, *counts, scratch, pdl_supported and env.PDL.get())
+    kernel(*arguments, scratch, pdl_supported and env.PDL.get())

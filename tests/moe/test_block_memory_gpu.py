@@ -5,6 +5,7 @@
 import pytest
 import torch
 
+from sgl_moe_jit.bench.memory import peak_bytes
 from sgl_moe_jit.moe import block as block_module
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
 from sgl_moe_jit.moe.shared_order import BlockShape, Order, OrderChoice
@@ -17,26 +18,13 @@ SHAPE = BlockShape(TOKENS, TOP_K, HIDDEN, WIDTH, 3 * WIDTH, 2)
 KIND = {"dtype": torch.bfloat16, "device": "cuda"}
 
 
-def peak(call):
-    """Bytes that a call allocates at most, on one stream, after two calls to warm up."""
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 @torch.no_grad()
 def test_the_choice_saves_the_shared_output_and_the_model_is_right(monkeypatch):
     layer = make_layer(hidden=HIDDEN, width=WIDTH, experts=EXPERTS, **KIND)
     shared = Mlp(HIDDEN, WIDTH, **KIND)
     block = SharedExpertMoEBlock(TopKGate(HIDDEN, EXPERTS, TOP_K, **KIND), layer, shared)
     x = torch.randn(TOKENS, HIDDEN, **KIND)
-    chosen = peak(lambda: block(x))
+    chosen = peak_bytes(lambda: block(x))
     assert block.last_plan.deferred and block.last_plan.order is Order.ROUTED_FIRST
     monkeypatch.setattr(block_module, "make_plan", block_module.make_plan.__wrapped__)
     found = {}
@@ -48,7 +36,7 @@ def test_the_choice_saves_the_shared_output_and_the_model_is_right(monkeypatch):
                     order, deferred, "for this test", ()
                 ),
             )
-            found[order, deferred] = peak(lambda: block(x))
+            found[order, deferred] = peak_bytes(lambda: block(x))
             predicted = SHAPE.peak_bytes(order, deferred) - SHAPE.output_bytes
             assert abs(found[order, deferred] - predicted) <= 0.03 * predicted, (order, deferred)
     assert found[Order.SHARED_FIRST, False] - chosen >= 0.9 * SHAPE.output_bytes

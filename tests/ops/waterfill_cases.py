@@ -9,6 +9,7 @@ import torch
 
 from sgl_moe_jit.ops import reference_waterfill, waterfill_topk_with_shared_expert
 from sgl_moe_jit.ops.waterfill import waterfill_on
+from sgl_moe_jit.ops.waterfill_kernel import WaterfillCall
 from tests.ops.ep_topk_cases import make_ids, make_weights
 
 ORACLES = {
@@ -46,9 +47,8 @@ class WaterfillCase:
         valid, counts, tokens = self.scalars(device)
         tensors = self.ids.to(device), self.weights.to(device)
         if path is not None:
-            return waterfill_on(
-                *(path, *tensors, *self.numbers(), 0.4, mode, counts, tokens, self.start, valid)
-            )
+            call = (*tensors, *self.numbers(), 0.4, mode, counts, tokens, self.start, valid)
+            return waterfill_on(path, WaterfillCall(*call))
         return waterfill_topk_with_shared_expert(
             *tensors,
             *self.numbers(),
