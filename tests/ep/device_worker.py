@@ -3,7 +3,6 @@
 """What each process checks of dispatch, block and balancer on GPUs, over NCCL or gloo."""
 
 import torch
-import torch.distributed as dist
 
 from sgl_moe_jit.ep.balance import WaterfillBalancer
 from sgl_moe_jit.ep.dispatch import TorchDispatcher
@@ -14,6 +13,7 @@ from sgl_moe_jit.moe.dispatch import ExpertParallelPath
 from sgl_moe_jit.ops import reference_waterfill
 from tests.ep.ep_cases import FixedGate, H, SharedMlp, Whole, check_output, choose, random
 from tests.ops.ep_topk_cases import assert_same, make_ids, make_weights
+from tests.process_group import joined
 
 BF16 = torch.bfloat16
 TOKENS = (5, 0, 7)  # of rank r in round n: TOKENS[(r + n) % 3]
@@ -156,18 +156,14 @@ def run(rank, store, ranks, backend):
     """Entry of one process: NCCL with one rank a GPU, or gloo with all of them on the first."""
     device = torch.device("cuda", rank if backend == "nccl" else 0)
     torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
     modes = [{"sum_at": "source"}, {"sum_at": "experts"}]
     if backend == "gloo":
         modes = [mode | {"stage_through_host": True} for mode in modes]
     else:
         modes.append({"sum_at": "experts", "max_tokens_per_rank": 7})
-    try:
-        with torch.no_grad():
-            check(dist.group.WORLD, device, modes)
-            check_exchange(dist.group.WORLD, device)
-            if backend == "nccl":
-                check_capture(dist.group.WORLD, device)
-                check_exchange_capture(dist.group.WORLD, device)
-    finally:
-        dist.destroy_process_group()
+    with joined(rank, store, ranks, backend) as group:
+        check(group, device, modes)
+        check_exchange(group, device)
+        if backend == "nccl":
+            check_capture(group, device)
+            check_exchange_capture(group, device)

@@ -21,6 +21,7 @@ from tests.ep.ep_cases import (
     choose,
     random,
 )
+from tests.process_group import joined
 
 RANKS = 3
 MODES = (
@@ -112,10 +113,5 @@ def check_refusals(group, rank):
 
 def run(rank, store):
     """Entry of one process."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    try:
-        with torch.no_grad():
-            check(rank)
-    finally:
-        dist.destroy_process_group()
+    with joined(rank, store, RANKS):
+        check(rank)

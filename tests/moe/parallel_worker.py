@@ -13,6 +13,7 @@ from sgl_moe_jit.moe.block import SharedExpertMoEBlock
 from sgl_moe_jit.moe.layer import FusedMoE
 from tests.moe.layer_cases import WIDTH, Mlp, TopKGate, make_layer
 from tests.moe.runner_cases import make_input
+from tests.process_group import joined
 
 RANKS = 2
 
@@ -107,10 +108,5 @@ def check_layer(layer, x, topk, rank):
 
 def run(rank, store):
     """Entry of one process."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    try:
-        with torch.no_grad():
-            check(rank)
-    finally:
-        dist.destroy_process_group()
+    with joined(rank, store, RANKS):
+        check(rank)
