@@ -152,7 +152,7 @@ def test_every_kind_of_file_has_a_figure_and_a_title(tmp_path):
             rows = peaks()
         if name == "ep":
             measured = Measured("sgl_moe_jit", 5, Timing(1.0, 1.0, 1.0, 1), 0.001, [7, 6], [2, 1])
-            job = Job("tiny", (5,), 2, "cpu", "gloo", 0.3, (), "exact", False, 1)
+            job = Job("tiny", (5,), 2, "cpu", "gloo", 0.3, (), "exact", False, False, 1)
             rows = [record_of(job, measured)]
         assert "2026-11-29" in figures.FIGURES[name](write(tmp_path, name, rows))
     text = readme.all_figures(tmp_path)
