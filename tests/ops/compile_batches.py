@@ -18,7 +18,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,37 +121,49 @@ class Builds:
     Args:
         folder: Where; made if it is not there, to be removed after :meth:`close` by its owner.
         processes: How many have it. Together they compile as many batches at a time as there are
-            cores.
+            cores, and those that tests wait for.
     """
 
     def __init__(self, folder: Path, processes: int = 1) -> None:
         self._nvcc = toolchain.require_cuda_toolkit().nvcc
         self._folder = folder
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._pool = ThreadPoolExecutor(max(1, parallel.max_jobs() // processes))
-        self._futures: dict[Batch, Future[list[Call]]] = {}
+        self._threads = max(1, parallel.max_jobs() // processes)
+        self._pool = ThreadPoolExecutor(self._threads)
+        self._started: set[Batch] = set()
+        self._is_open = True
 
     def start(self, batches: Iterable[Batch]) -> None:
-        """Begin with batches, unless that was done before."""
-        for batch in batches:
-            if batch not in self._futures:
-                self._futures[batch] = self._pool.submit(self._compile_once, batch)
+        """Begin with batches; those that somebody else has begun are left to him."""
+        todo = [batch for batch in batches if batch not in self._started]
+        self._started.update(todo)
 
-    def _compile_once(self, batch: Batch) -> list[Call]:
+        def work() -> None:
+            for batch in todo:
+                if self._is_open:
+                    self._compiled(batch, wait=False)
+
+        for _ in range(self._threads):
+            self._pool.submit(work)
+
+    def _compiled(self, batch: Batch, wait: bool) -> list[Call] | None:
         folder = self._folder / hashlib.sha256(repr(batch).encode()).hexdigest()[:16]
         results = folder.with_suffix(".pickle")
         with folder.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            try:  # until the file is closed
+                fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
             if not results.exists():
-                calls = compile_batch(self._nvcc, batch, folder)
-                results.write_bytes(pickle.dumps(calls))
+                results.write_bytes(pickle.dumps(compile_batch(self._nvcc, batch, folder)))
             return pickle.loads(results.read_bytes())
 
     def calls(self, *batches: Batch) -> list[Call]:
         """Return the calls of batches, when they are done."""
         self.start(batches)
-        return [call for batch in batches for call in self._futures[batch].result()]
+        return [call for batch in batches for call in self._compiled(batch, wait=True) or ()]
 
     def close(self) -> None:
         """Wait for what runs, and start no more."""
+        self._is_open = False
         self._pool.shutdown(cancel_futures=True)
