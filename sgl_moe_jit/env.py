@@ -126,11 +126,11 @@ DEFERRED_FINALIZE_MAX_TOKENS: EnvVar[int] = EnvVar(
     _parse_int,
     "`SharedExpertMoEBlock` defers up to so many tokens a call. 0 or less: no cap.",
 )
-# The layers of DeepSeek-V3, Kimi K2 and GLM-4.5 on an H200 (2026-11-30): the second stream saved 6
-# to 25 us up to 128 tokens; at 512 it saved two of them 5 and 9 us and cost the third 63.
+# The layers of DeepSeek-V3, Kimi K2 and GLM-4.5 on an H200 (2026-11-30, layer.json): the second
+# stream saved 13 to 28 us up to 64 tokens; at 128 it saved one of them 11 and cost two 20 and 24.
 DUAL_STREAM_MAX_TOKENS: EnvVar[int] = EnvVar(
     "SGL_MOE_JIT_DUAL_STREAM_MAX_TOKENS",
-    128,
+    64,
     _parse_int,
     "In a capture, the shared experts get a stream of their own up to so many tokens. 0: no cap.",
 )
