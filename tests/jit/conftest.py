@@ -8,6 +8,13 @@ from sgl_moe_jit.jit import build as building
 
 
 @pytest.fixture
+def cache_dir(monkeypatch, tmp_path):
+    """An empty cache of the test's own: other processes use the run's."""
+    monkeypatch.setenv("SGL_MOE_JIT_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
 def builds(monkeypatch):
     """The labels built so far."""
     seen = []

@@ -13,6 +13,8 @@ from sgl_moe_jit.jit import load_jit, parallel, paths
 from sgl_moe_jit.jit.build import parse_depfile
 from tests.jit.helpers import NASTY, needs_nvcc, write_add_sources, write_script
 
+pytestmark = pytest.mark.usefixtures("cache_dir")
+
 
 @pytest.mark.parametrize(
     ("text", "expected"),

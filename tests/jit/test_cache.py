@@ -16,11 +16,7 @@ from sgl_moe_jit.errors import ToolchainError
 from sgl_moe_jit.jit import cache, load_jit, make_spec, manifest
 from tests.jit.helpers import write_add_sources, write_script
 
-
-@pytest.fixture(autouse=True)
-def cache_dir(monkeypatch, tmp_path):
-    monkeypatch.setenv("SGL_MOE_JIT_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("cache_dir")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from sgl_moe_jit.jit import build as building
-from sgl_moe_jit.jit import cache, load_jit, manifest, paths
+from sgl_moe_jit.jit import cache, load_jit, manifest
 from tests.jit.helpers import write_add_sources
 
 USES_FOO = """
@@ -23,10 +23,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(call, call);
 """
 
 
-@pytest.fixture(autouse=True)
-def cache_dir(monkeypatch, tmp_path):
-    monkeypatch.setenv("SGL_MOE_JIT_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("cache_dir")
 
 
 def compile_foo(folder, value, *, shared=False):
@@ -172,8 +169,8 @@ def test_a_header_from_the_future_is_cached_all_the_same(builds, tmp_path):
     assert len(builds) == 1
 
 
-def test_what_killed_builds_left_is_removed_after_a_day(tmp_path, caplog):
-    root = paths.cache_root() / ".staging"
+def test_what_killed_builds_left_is_removed_after_a_day(cache_dir, tmp_path, caplog):
+    root = cache_dir / ".staging"
     now = time.time()
     for name, age_h in (("old", 25), ("young", 23), ("others", 25), ("target", 25)):
         (root / name).mkdir(parents=True)
