@@ -94,7 +94,7 @@ bool quick_finalize(host::QuickCall* quick) noexcept {
     if (!is_for(x.inputs(), x.top_k)) return false;
     moe::FinalizeCall call;
     if (x.out.has_value()) {
-      if (x.hidden_dim.has_value()) return false;  // the long way compares it
+      if (!x.fits_out()) return false;
       call = moe::check_finalize(x.out.value(), x.inputs(), x.top_k, x.factor);
     } else {
       call = check_new(x.inputs(), x.hidden_dim, x.top_k, x.factor);

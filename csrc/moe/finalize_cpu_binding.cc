@@ -67,7 +67,7 @@ bool quick_finalize(host::QuickCall* quick) noexcept {
     moe::check_is_cpu(x.gemm2_out);
     moe::FinalizeCall call;
     if (x.out.has_value()) {
-      if (x.hidden_dim.has_value()) return false;
+      if (!x.fits_out()) return false;
       call = moe::check_finalize(x.out.value(), x.inputs(), x.top_k, x.factor);
       moe::check_indices(call.params);
     } else {

@@ -195,6 +195,7 @@ def _quick_in_python(
                         return new
                 elif (
                     hidden_dim is None
+                    and (shared_output is not None or out.shape[-1] == gemm2_out.shape[-1])
                     and (_is_inference_mode_enabled() or not out.is_inference())
                     and kernel.write(
                         out,

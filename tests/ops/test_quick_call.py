@@ -85,6 +85,20 @@ def test_what_it_does_not_serve_ends_as_without_it(name):
         assert [outcome(i.run), outcome(lambda: i.run(out=torch.full_like(out, 7)))] == errors
 
 
+def test_an_output_narrower_than_the_rows_is_refused(monkeypatch):
+    i = replace(make(5, 4, 24, padded=32, shared=False), hidden_dim=None)
+    narrow, wide = torch.full((5, 24), 7.0, dtype=BF16), torch.empty(5, 32, dtype=BF16)
+    assert served(i, out=narrow) is None and served(i, out=wide) is wide
+    willing = finalize_kernel.Kernel(lambda *_: True, None, 0)
+    monkeypatch.setitem(finalize_kernel.LAST_KERNEL, 4, willing)
+    in_python = (i.gemm2_out, i.idx, i.weights, None, None, 4, None, 1.0, None)
+    assert finalize._quick_in_python(*in_python, narrow) is None
+    assert finalize._quick_in_python(*in_python, wide) is wide
+    with pytest.raises(ValueError, match="out: expected width 32, got 24"):
+        i.run(out=narrow)
+    assert (narrow == 7).all()
+
+
 def test_wrong_outputs_and_switches_end_as_without_it():
     i = make(5, 4, 16)
     calls = [

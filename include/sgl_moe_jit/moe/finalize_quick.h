@@ -31,6 +31,15 @@ struct QuickFinalize {
 
   FinalizeInputs inputs() const { return {gemm2_out, row_of, weights, shared, gate_logits}; }
 
+  // Whether a given output's width is H. Only a shared row tells it to the checks that follow; the
+  // long way compares hidden_dim.
+  bool fits_out() const {
+    if (hidden_dim.has_value()) return false;
+    const host::TensorView& to = out.value();
+    return shared.has_value() ||
+           (to.ndim() == 2 && gemm2_out.ndim() == 2 && to.size(1) == gemm2_out.size(1));
+  }
+
   void* make_out(host::QuickCall* call, const FinalizeParams& p) const {
     return host::quick_make(call, 0, {p.num_tokens, p.hidden_dim}, gemm2_out.dtype(),
                             gemm2_out.device())
