@@ -60,7 +60,7 @@ bool is_kind(char kind, PyObject* x) {
     case kPdl:
       return PyBool_Check(x);
     default:
-      return Py_TYPE(x) == torch.tensor;
+      return torch.is_tensor(x);
   }
 }
 

@@ -45,7 +45,7 @@ class TensorLayout {
     return true;
   }
 
-  // Of an object whose type is torch.Tensor itself.
+  // Of an object whose type is torch.Tensor itself, or a parameter.
   c10::TensorImpl& of(PyObject* x) const {
     return *static_cast<c10::TensorImpl*>(word(x, offset_));
   }

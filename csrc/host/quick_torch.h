@@ -28,6 +28,7 @@ inline PyObject* keep_attribute(PyTypeObject* type, const char* name) {
 
 struct Torch {
   PyTypeObject* tensor = nullptr;  // the last to be set
+  PyTypeObject* parameter = nullptr;
   const DLPackExchangeAPI* dlpack = nullptr;
   TensorLayout tensors;
   NoArguments function_modes, is_tracing;
@@ -38,15 +39,21 @@ struct Torch {
   // Returns false with an exception set.
   bool bind(PyObject* named) {
     PyObject* type = keep(named, "tensor");
+    PyObject* subtype = keep(named, "parameter");
     cpu_settings = keep(named, "cpu_settings");
     forward_ad = keep(named, "forward_ad");
     level_name = PyUnicode_InternFromString("_current_level");
-    if (!type || !cpu_settings || !forward_ad || !level_name) return false;
+    if (!type || !subtype || !cpu_settings || !forward_ad || !level_name) return false;
     if (!PyType_Check(type) || !PyDict_Check(forward_ad)) {
       PyErr_SetString(PyExc_TypeError, "bind: expected a type as tensor, a dict as forward_ad");
       return false;
     }
     PyTypeObject* of = reinterpret_cast<PyTypeObject*>(type);
+    parameter = reinterpret_cast<PyTypeObject*>(subtype);
+    if (!PyType_Check(subtype) || !PyType_IsSubtype(parameter, of)) {
+      PyErr_SetString(PyExc_TypeError, "bind: expected a type of tensors as parameter");
+      return false;
+    }
     const Owned examples(keep(named, "examples"));
     if (!examples || !tensors.find(of, examples.get()) ||
         !function_modes.set(keep(named, "function_modes")) ||
@@ -56,6 +63,9 @@ struct Torch {
     tensor = of;
     return true;
   }
+
+  // Whether x is of torch's own types, whose operations nothing but modes may replace.
+  bool is_tensor(PyObject* x) const { return Py_TYPE(x) == tensor || Py_TYPE(x) == parameter; }
 
   // Whether nothing is active that must see the call: a mode, a trace, a forward-mode level.
   bool is_plain_moment() const {

@@ -131,6 +131,7 @@ def _extension() -> tuple[ModuleType | None, str]:
         extension = load_extension(extension_spec(), _MODULE)
         extension.bind(
             tensor=Tensor,
+            parameter=torch.nn.Parameter,
             function_modes=torch._C._len_torch_function_stack,
             is_tracing=torch._C._is_tracing,
             examples=tuple((x, x._cdata) for x in (torch.empty(1), torch.empty(2), torch.empty(3))),

@@ -94,10 +94,14 @@ class Subclass(torch.Tensor):
     pass
 
 
+class SubParameter(torch.nn.Parameter):
+    pass
+
+
 # Arguments that only the long way may serve or refuse, by field of Inputs.
 STRANGE = {
     "subclass": ("shared", lambda x: x.as_subclass(Subclass)),
-    "parameter": ("shared", lambda x: torch.nn.Parameter(x, requires_grad=False)),
+    "subclass of a parameter": ("shared", lambda x: SubParameter(x, requires_grad=False)),
     "wants a gradient": ("weights", lambda x: x.clone().requires_grad_()),
     "negated": ("weights", torch._neg_view),
     "negated gate": ("gate", torch._neg_view),

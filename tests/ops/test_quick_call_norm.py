@@ -52,6 +52,25 @@ def test_the_same_bits_as_without_it(device, fp8, dtype, kinds):
 
 
 @on_devices
+def test_parameters_are_served_unless_they_want_a_gradient(device):
+    """A norm's weight is one in every model."""
+    need_extension()
+    x = make(5, 4, 64, device=device)
+    want = without(x)
+    frozen, wanting = (torch.nn.Parameter(x.norm_weight, requires_grad=r) for r in (False, True))
+    assert_same_bits(served(replace(x, norm_weight=frozen)), want)
+    x = replace(x, norm_weight=wanting)
+    assert served(x) is None
+    with torch.no_grad():
+        assert_same_bits(served(x), want)
+        into = torch.nn.Parameter(torch.empty_like(want[0]))
+        assert served(x, out=into)[0] is into and into._version == 1
+    assert served(x, out=into) is None
+    with torch.inference_mode():
+        assert_same_bits(served(x), want)
+
+
+@on_devices
 def test_in_place_it_runs_once(device):
     need_extension()
     x = make(5, 4, 64, device=device)
