@@ -177,8 +177,7 @@ PyObject* serve(const Quick& self, PyObject* const* args, bool* final) {
   if (!are_kinds(self, args) || !torch.is_plain_moment() || wants_gradient(self, args))
     return nullptr;
   QuickCall call{};
-  call.flags = environment.read();
-  *final = call.flags < 0;  // a variable's text is nonsense
+  call.flags = environment.read();  // below 0: nonsense; the long way tells if it matters
   if (call.flags < 0 || (call.flags & environment.refused) != 0) return nullptr;
   QuickValue values[kMaxQuickValues];
   DLTensor views[kMaxQuickValues];

@@ -198,12 +198,13 @@ def test_what_a_module_gets(asked, monkeypatch):
     assert served(i) is None and len(asked) == 5  # the long way looks at them
     monkeypatch.delenv(env.CHECK_INDICES.name)
     monkeypatch.setenv(env.PDL.name, "maybe")
-    for _ in range(2):
-        with pytest.raises(ValueError, match=f"{env.PDL.name}: expected one of"):
-            i.run()
+    assert served(i) is None and len(asked) == 5
     monkeypatch.delenv(env.PDL.name)
     served(i)
     assert len(asked) == 6 and asked[-1][1] == both
+    monkeypatch.setenv(env.PDL.name, "maybe")
+    for _ in range(3):  # nonsense matters as little on a CPU as it does without the extension
+        i.run()
 
 
 def test_a_write_is_seen_by_autograd():
