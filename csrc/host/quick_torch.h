@@ -31,9 +31,9 @@ struct Torch {
   PyTypeObject* parameter = nullptr;
   const DLPackExchangeAPI* dlpack = nullptr;
   TensorLayout tensors;
-  NoArguments function_modes, is_tracing;
-  PyObject* cpu_settings = nullptr;  // returns QuickCall::cpu
-  PyObject* forward_ad = nullptr;    // the module's dict
+  NoArguments function_modes, is_watched, is_tracing;  // watched: by one of these modes
+  PyObject* cpu_settings = nullptr;                    // returns QuickCall::cpu
+  PyObject* forward_ad = nullptr;                      // the module's dict
   PyObject* level_name = nullptr;
 
   // Returns false with an exception set.
@@ -57,7 +57,8 @@ struct Torch {
     const Owned examples(keep(named, "examples"));
     if (!examples || !tensors.find(of, examples.get()) ||
         !function_modes.set(keep(named, "function_modes")) ||
-        !is_tracing.set(keep(named, "is_tracing")) || !find_dlpack(of)) {
+        !is_watched.set(keep(named, "is_watched")) || !is_tracing.set(keep(named, "is_tracing")) ||
+        !find_dlpack(of)) {
       return false;
     }
     tensor = of;
@@ -69,8 +70,8 @@ struct Torch {
 
   // Whether nothing is active that must see the call: a mode, a trace, a forward-mode level.
   bool is_plain_moment() const {
-    if (c10::impl::TorchDispatchModeTLS::stack_len() != 0 || function_modes.truth() != 0 ||
-        is_tracing.truth() != 0) {
+    if (c10::impl::TorchDispatchModeTLS::stack_len() != 0 || is_tracing.truth() != 0 ||
+        (function_modes.truth() != 0 && is_watched.truth() != 0)) {
       return false;
     }
     PyObject* level = PyDict_GetItemWithError(forward_ad, level_name);

@@ -15,6 +15,7 @@ from sgl_moe_jit.ops.finalize_kernel import LAST_CPU_KERNEL, LAST_GATED_KERNEL, 
 from sgl_moe_jit.ops.library import (
     can_bypass_dispatcher,
     check_writable,
+    is_watched_by_function_mode,
     mark_written,
     refuse_functional_gradients,
 )
@@ -144,7 +145,8 @@ def _quick_in_python(
     there (zeros without memory). None: _finalize looks at it again.
     """
     if (
-        not (_dispatch_modes() or _function_modes() or _tracing_state())
+        not (_dispatch_modes() or _tracing_state())
+        and not (_function_modes() and is_watched_by_function_mode())
         and type(gemm2_out) is Tensor
         and type(expanded_idx_to_permuted_idx) is Tensor
         and (expert_weights is None or type(expert_weights) is Tensor)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 from sgl_moe_jit import env
 from sgl_moe_jit.ops.cpu_threads import cpu_workers
@@ -22,6 +23,7 @@ R = TypeVar("R")
 NAMESPACE = "sgl_moe_jit"
 library = torch.library.Library(NAMESPACE, "DEF")
 
+_function_modes = torch._C._len_torch_function_stack
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -51,6 +53,18 @@ def cpu_settings() -> tuple[int, int, int]:
     return cpu_isa(), *cpu_workers()
 
 
+def is_watched_by_function_mode() -> bool:
+    """Whether a torch function mode is active that could see a call.
+
+    The one of ``torch.set_default_device`` and ``with torch.device(...)`` only tells constructors
+    the device.
+    """
+    depth: int = _function_modes()
+    if depth != 1:
+        return depth != 0
+    return type(torch._C._get_function_stack_at(0)) is not DeviceContext
+
+
 def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
     """Whether calling a kernel directly does what the dispatcher would do.
 
@@ -60,7 +74,7 @@ def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+    if torch._C._len_torch_dispatch_stack() or is_watched_by_function_mode():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False

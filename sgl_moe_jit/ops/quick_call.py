@@ -28,7 +28,7 @@ from sgl_moe_jit.jit import (
     make_spec,
     why_no_extension,
 )
-from sgl_moe_jit.ops.library import cpu_settings
+from sgl_moe_jit.ops.library import cpu_settings, is_watched_by_function_mode
 
 logger = logging.getLogger("sgl_moe_jit.ops")
 
@@ -133,6 +133,7 @@ def _extension() -> tuple[ModuleType | None, str]:
             tensor=Tensor,
             parameter=torch.nn.Parameter,
             function_modes=torch._C._len_torch_function_stack,
+            is_watched=is_watched_by_function_mode,
             is_tracing=torch._C._is_tracing,
             examples=tuple((x, x._cdata) for x in (torch.empty(1), torch.empty(2), torch.empty(3))),
             cpu_settings=cpu_settings,

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_moe_jit import env
-from sgl_moe_jit.ops import finalize, finalize_kernel, quick_call
+from sgl_moe_jit.ops import finalize, finalize_kernel, library, quick_call
 from tests.ops.finalize_cases import BF16, F16, F32, assert_same_bits, make
 from tests.ops.quick_call_cases import (
     QUICK_FUNCTION,
@@ -137,6 +137,22 @@ def test_whoever_watches_is_not_passed_by(watch, asked):
         assert served(i) is None
     assert asked == []
     assert served(i) is None
+    assert len(asked) == 1
+
+
+def test_a_default_device_changes_nothing(asked):
+    i = make(5, 4, 16)
+    with torch.device("meta"):
+        assert served(i) is None and len(asked) == 1
+        assert library.can_bypass_dispatcher(i.gemm2_out)
+        with _Function():
+            assert served(i) is None and not library.can_bypass_dispatcher(i.gemm2_out)
+        with quick_call.in_python():
+            want = i.run()
+        assert_same_bits(i.run(), want)
+        assert_same_bits(i.run(out=torch.empty_like(want)), want)
+    with _Function(), torch.device("meta"):
+        assert served(i) is None
     assert len(asked) == 1
 
 
