@@ -9,6 +9,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <cstring>
+#include <utility>
 
 #include "quick_python.h"
 #include "quick_tensor.h"
@@ -159,11 +160,8 @@ PyObject* results_of(const Quick& self, PyObject* const* args, QuickCall* call) 
         PyErr_SetString(PyExc_RuntimeError, "the kernel's module made no output");
         return nullptr;
       }
-      void* made = nullptr;
-      DLManagedTensorVersioned* given_up = call->made[number];
-      call->made[number] = nullptr;
-      if (torch.dlpack->managed_tensor_to_py_object_no_sync(given_up, &made) != 0) return nullptr;
-      one = Owned(static_cast<PyObject*>(made));
+      one = Owned(torch.wrap(std::exchange(call->made[number], nullptr)));
+      if (!one) return nullptr;
     }
     if (self.outputs == 1) return one.release();
     PyTuple_SET_ITEM(all.get(), number++, one.release());

@@ -11,6 +11,12 @@
 #include "quick_python.h"
 #include "quick_tensor.h"
 
+// Of torch/csrc/autograd/python_variable.h, which takes 13 s to compile.
+namespace at {
+class TensorBase;
+}
+PyObject* THPVariable_Wrap(const at::TensorBase&);
+
 namespace {
 
 // The object of that name, for ever; nullptr with an exception set when it is missing.
@@ -58,7 +64,7 @@ struct Torch {
     if (!examples || !tensors.find(of, examples.get()) ||
         !function_modes.set(keep(named, "function_modes")) ||
         !is_watched.set(keep(named, "is_watched")) || !is_tracing.set(keep(named, "is_tracing")) ||
-        !find_dlpack(of)) {
+        !find_dlpack(of) || !find_handles(examples.get())) {
       return false;
     }
     tensor = of;
@@ -78,7 +84,47 @@ struct Torch {
     return level != nullptr && PyLong_Check(level) && PyLong_AsLong(level) < 0;
   }
 
+  // Python's tensor for one of torch's allocator, which is given up; nullptr with an exception.
+  //
+  // DLPack's conversion makes a second tensor around the first one's memory: one that cannot be
+  // resized, and whose record_stream() does nothing, as the memory is not known to be torch's.
+  PyObject* wrap(DLManagedTensorVersioned* made) const {
+    if (made->deleter != torchs_deleter_ || torchs_deleter_ == nullptr) {
+      void* result = nullptr;
+      const int status = dlpack->managed_tensor_to_py_object_no_sync(made, &result);
+      return status == 0 ? static_cast<PyObject*>(result) : nullptr;
+    }
+    PyObject* result = THPVariable_Wrap(handle_of(made));
+    made->deleter(made);
+    return result;
+  }
+
  private:
+  // The tensor that torch keeps in what it exports: a pointer to the C++ one.
+  static const at::TensorBase& handle_of(const DLManagedTensorVersioned* exported) {
+    return *static_cast<const at::TensorBase*>(exported->manager_ctx);
+  }
+
+  // Whether that is so is found by looking. Returns false with an exception set.
+  bool find_handles(PyObject* examples) {
+    bool everywhere = true;
+    for (Py_ssize_t i = 0; everywhere && i < PyTuple_GET_SIZE(examples); ++i) {
+      PyObject* x = PyTuple_GET_ITEM(PyTuple_GET_ITEM(examples, i), 0);
+      DLManagedTensorVersioned* exported = nullptr;
+      if (dlpack->managed_tensor_from_py_object_no_sync(x, &exported) != 0) return false;
+      const void* impl = nullptr;
+      if (exported->manager_ctx) std::memcpy(&impl, exported->manager_ctx, sizeof impl);
+      everywhere =
+          impl == &tensors.of(x) && Owned(THPVariable_Wrap(handle_of(exported))).get() == x;
+      torchs_deleter_ = exported->deleter;
+      exported->deleter(exported);
+    }
+    if (!everywhere) torchs_deleter_ = nullptr;
+    return true;
+  }
+
+  void (*torchs_deleter_)(DLManagedTensorVersioned*) = nullptr;
+
   bool find_dlpack(PyTypeObject* type) {
     const Owned capsule(keep_attribute(type, "__dlpack_c_exchange_api__"));
     if (!capsule) return false;
@@ -86,7 +132,8 @@ struct Torch {
         PyCapsule_GetPointer(capsule.get(), "dlpack_exchange_api"));
     if (api == nullptr) return false;
     if (api->header.version.major != DLPACK_MAJOR_VERSION || !api->managed_tensor_allocator ||
-        !api->managed_tensor_to_py_object_no_sync || !api->current_work_stream) {
+        !api->managed_tensor_from_py_object_no_sync || !api->managed_tensor_to_py_object_no_sync ||
+        !api->current_work_stream) {
       PyErr_SetString(PyExc_RuntimeError, "bind: this torch has another DLPack interface");
       return false;
     }

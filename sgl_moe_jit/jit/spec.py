@@ -171,7 +171,8 @@ def make_spec(
     """Turn :func:`load_jit`'s arguments into a :class:`BuildSpec`. Starts no process.
 
     ``python``: it is an extension of this very Python and torch. It may include the headers of
-    Python and c10, and finds Python's symbols when it is loaded.
+    Python and c10, is linked with c10 and torch_python, and finds Python's own symbols when it is
+    loaded.
 
     Raises:
         TypeError: a string where a list of strings is expected.
@@ -236,7 +237,8 @@ def make_spec(
         includes += ["-isystem", roots.add("torch", package / "include")]
         extra_cflags = [*extra_cflags, f"-DSMJ_PYTHON_ABI={sysconfig.get_config_var('SOABI')}"]
         library = f"-L{roots.add('torch_lib', package / 'lib')}"
-        extra_ldflags = [*extra_ldflags, library, "-lc10", "-Wl,--unresolved-symbols=ignore-all"]
+        extra_ldflags = [*extra_ldflags, library, "-lc10", "-ltorch_python"]
+        extra_ldflags.append("-Wl,--unresolved-symbols=ignore-all")
     # The build links roots/cuda to the toolkit's headers; nvcc finds its own.
     cuda_include = ["-isystem", "roots/cuda"] if cuda_files else []
 

@@ -223,6 +223,16 @@ def test_what_a_module_gets(asked, monkeypatch):
         i.run()
 
 
+def test_a_new_output_is_a_tensor_of_torchs_own():
+    i = make(5, 4, 16)
+    want = i.run(out=torch.empty(5, 16, dtype=BF16))
+    got = served(i)
+    assert got._version == 0 and got.is_leaf and got._base is None
+    assert got.untyped_storage().resizable()
+    got.resize_(7, 16)
+    assert_same_bits(got[:5], want)
+
+
 def test_a_write_is_seen_by_autograd():
     i = make(5, 4, 16)
     out = torch.empty(5, 16, dtype=BF16)

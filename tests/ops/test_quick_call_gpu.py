@@ -145,6 +145,24 @@ def test_work_is_queued_on_the_current_stream(guess):
     assert_same_bits(out, want)
 
 
+def test_another_streams_reads_are_waited_for(guess):
+    """``record_stream`` is a no-op on memory that is not known to be torch's."""
+    out = served(guess)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        copy = out.clone()
+    out.record_stream(side)
+    address = out.data_ptr()
+    want = guess.run(out=torch.empty_like(out))
+    del out
+    again = [served(guess) for _ in range(3)]
+    assert address not in [x.data_ptr() for x in again]
+    torch.cuda.synchronize()
+    assert_same_bits(copy, want)
+
+
 def test_a_graph_captures_it(guess):
     want = guess.run()
     out = torch.empty_like(want)
