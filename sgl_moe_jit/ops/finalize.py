@@ -29,6 +29,7 @@ _tracing_state = torch._C._get_tracing_state
 _is_grad_enabled = torch.is_grad_enabled
 _is_inference_mode_enabled = torch.is_inference_mode_enabled
 _increment_version = torch._C._increment_version
+_BFLOAT16 = torch.bfloat16
 
 
 def moe_finalize_fuse_shared(
@@ -141,6 +142,7 @@ def _quick_in_python(
 ) -> Tensor | None:
     """The quick way of plain calls on a GPU, as csrc/host/quick_call.cc does it in C.
 
+    Only for bfloat16, of which no complex tensor exists, and so no view with a negation pending.
     What it misses cannot be exported to a kernel (sparse, meta and functorch tensors) or is refused
     there (zeros without memory). None: _finalize looks at it again.
     """
@@ -174,6 +176,7 @@ def _quick_in_python(
         flags = launch_flags()
         if (
             kernel is not None
+            and gemm2_out.dtype is _BFLOAT16
             and flags < FLAG_CHECK_INDICES
             and (expert_weights is None or not expert_weights.is_neg())
             and (shared_gate_logits is None or not shared_gate_logits.is_neg())

@@ -127,8 +127,6 @@ def cuda_kernel(
 
 
 # By top_k, the module that served the last call without and with a gate: the quick way's guess.
-# Only modules for bfloat16, of which no complex tensor exists, and so no view with a negation
-# pending.
 LAST_KERNEL: dict[int, Kernel] = {}
 LAST_GATED_KERNEL: dict[int, Kernel] = {}
 # The one for a CPU, which serves every dtype, with and without a gate, by the top_k it has served.
@@ -143,8 +141,7 @@ def _find(gemm2_out: Tensor, expert_weights: Tensor | None, top_k: int, gate: bo
     unrolled = top_k if top_k in UNROLLED_TOP_K else 0
     weight = None if expert_weights is None else expert_weights.dtype
     kernel = cuda_kernel(gemm2_out.dtype, weight, unrolled, gate, device.index)
-    if gemm2_out.dtype is torch.bfloat16:
-        (LAST_GATED_KERNEL if gate else LAST_KERNEL)[top_k] = kernel
+    (LAST_GATED_KERNEL if gate else LAST_KERNEL)[top_k] = kernel
     return kernel
 
 

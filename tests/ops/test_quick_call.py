@@ -99,6 +99,15 @@ def test_an_output_narrower_than_the_rows_is_refused(monkeypatch):
     assert (narrow == 7).all()
 
 
+def test_in_python_only_what_cannot_be_negated_is_served(monkeypatch):
+    willing = finalize_kernel.Kernel(lambda *_: True, lambda *_: "new", 0)
+    monkeypatch.setitem(finalize_kernel.LAST_KERNEL, 4, willing)
+    for dtype, answer in ((BF16, "new"), (F16, None), (F32, None)):
+        i = make(5, 4, 16, dtype=dtype)
+        tensors = (i.gemm2_out, i.idx, i.weights, i.shared, i.gate)
+        assert finalize._quick_in_python(*tensors, 4, None, 1.0, None, None) == answer
+
+
 def test_wrong_outputs_and_switches_end_as_without_it():
     i = make(5, 4, 16)
     calls = [

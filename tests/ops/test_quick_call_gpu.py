@@ -64,6 +64,18 @@ def test_the_same_bits_as_without_it(weight_dtype, gate, top_k):
     assert_same_bits(served(unshared), want)
 
 
+@pytest.mark.parametrize("dtype", [F16, F32])
+@pytest.mark.parametrize("gate", [None, F32])
+def test_every_dtype_is_served(dtype, gate):
+    need_extension()
+    i = make(6, 8, 256, device="cuda", dtype=dtype, gate=gate)
+    with quick_call.in_python():
+        want = i.run()
+        assert_same_bits(i.run(), want)
+    assert_same_bits(served(i), want)
+    assert served(replace(i, shared=torch._neg_view(i.shared))) is None
+
+
 def test_another_module_declines(guess):
     for dtype in (F16, F32):
         other = make(6, 8, 256, device="cuda", dtype=dtype)
