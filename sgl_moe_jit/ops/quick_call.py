@@ -74,15 +74,23 @@ class QuickWay:
         self.compiled: Any = None
         self._description = (parameters, tables, key, second)
         _ways.append(self)
+        if _extension.cache_size() != 0:  # an op's module imported late, or once more
+            _install()
 
     def install(self, extension: ModuleType) -> None:
         """Serve calls through the extension from now on."""
         if self.compiled is None:
             self.compiled = extension.QuickCall(*self._description)
-            self.call = self.compiled
+        self.choose()
+
+    def choose(self) -> None:
+        """Set ``call`` by what is loaded and by ``in_python``."""
+        left_out = self.compiled is None or _left_out != 0
+        self.call = self.in_python if left_out else self.compiled
 
 
 _ways: list[QuickWay] = []
+_left_out = 0  # in_python contexts that are open
 
 
 def never(*_: object) -> None:
@@ -184,14 +192,18 @@ def loading() -> Iterator[None]:
 @contextmanager
 def in_python() -> Iterator[None]:
     """Leave the extension out, in all threads, to compare."""
-    before = [way.call for way in _ways]
-    for way in _ways:
-        way.call = way.in_python
+    _leave_out(1)
     try:
         yield
     finally:
-        for way, call in zip(_ways, before, strict=True):
-            way.call = call
+        _leave_out(-1)
+
+
+def _leave_out(more: int) -> None:
+    global _left_out
+    _left_out += more
+    for way in _ways:
+        way.choose()
 
 
 def state() -> tuple[bool, str]:

@@ -49,6 +49,28 @@ def test_the_first_kernel_brings_it(unloaded):
     assert_same_bits(i.run(), want)
 
 
+def test_one_loaded_while_it_is_left_out_serves_afterwards(unloaded):
+    need_extension()
+    quick_call._extension.cache_clear()
+    for way in quick_call._ways:
+        way.call, way.compiled = way.in_python, None
+    finalize_kernel._cpu_kernel.cache_clear()
+    i = make(3, 4, 16)
+    with quick_call.in_python():
+        with quick_call.in_python():
+            i.run()
+            assert finalize._QUICK.compiled is not None
+        assert finalize._QUICK.call is finalize._quick_in_python
+    assert finalize._QUICK.call is finalize._QUICK.compiled
+
+
+def test_an_op_that_comes_late_is_served_too(monkeypatch):
+    need_extension()
+    monkeypatch.setattr(quick_call, "_ways", [])
+    late = quick_call.QuickWay(quick_call.never, "Tio", ({}, {}, {}), 1)
+    assert late.call is late.compiled is not None
+
+
 @pytest.mark.parametrize(
     ("prevent", "reason"),
     [
