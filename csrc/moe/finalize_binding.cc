@@ -68,26 +68,14 @@ moe::FinalizeCall check_new(const moe::FinalizeInputs& in, const Optional<int64_
   return call;
 }
 
-// The same into a tensor of its own from the caller's allocator, which is cheaper to reach from
-// here than from Python. None when another module is the one for the call.
-Optional<host::Tensor> moe_finalize_new(TensorView gemm2_out, TensorView row_of,
-                                        Optional<TensorView> weights, Optional<TensorView> shared,
-                                        Optional<TensorView> gate_logits, int64_t top_k,
-                                        double routed_factor, Optional<int64_t> hidden_dim,
-                                        int64_t flags) {
-  const moe::FinalizeInputs in{gemm2_out, row_of, weights, shared, gate_logits};
-  if (!is_for(in, top_k)) return std::nullopt;
-  moe::FinalizeCall call = check_new(in, hidden_dim, top_k, routed_factor);
-  const moe::FinalizeParams& p = call.params;
-  const DLDevice device = gemm2_out.device();
-  host::Tensor out = host::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, {p.num_tokens, p.hidden_dim},
-                                                gemm2_out.dtype(), device);
-  call.params.out = out.data_ptr();
-  launch(call, device, flags, host::current_stream(device));
-  return out;
+// Before there is an output of its own.
+void check(TensorView gemm2_out, TensorView row_of, Optional<TensorView> weights,
+           Optional<TensorView> shared, Optional<TensorView> gate_logits, int64_t top_k,
+           double routed_factor, Optional<int64_t> hidden_dim) {
+  check_new({gemm2_out, row_of, weights, shared, gate_logits}, hidden_dim, top_k, routed_factor);
 }
 
-// Both of them for the extension.
+// The extension's call: into a given output or a new one.
 bool quick_finalize(host::QuickCall* quick) noexcept {
   return host::quick_answer([quick] {
     const moe::QuickFinalize x(*quick);
@@ -111,5 +99,5 @@ int64_t quick_address() { return host::address_of(quick_finalize); }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(serve_device, serve_device);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(moe_finalize, moe_finalize);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(moe_finalize_new, moe_finalize_new);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(check, check);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quick_address, quick_address);

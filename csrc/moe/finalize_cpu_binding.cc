@@ -44,21 +44,12 @@ moe::FinalizeCall check_new(const moe::FinalizeInputs& in, const Optional<int64_
   return call;
 }
 
-// The same into a tensor of its own from the caller's allocator, which nothing reaches before the
-// arguments are found right.
-host::Tensor moe_finalize_new(TensorView gemm2_out, TensorView row_of, Optional<TensorView> weights,
-                              Optional<TensorView> shared, Optional<TensorView> gate_logits,
-                              int64_t top_k, double routed_factor, Optional<int64_t> hidden_dim,
-                              int64_t isa, int64_t threads, int64_t openmp) {
+// Before there is an output of its own.
+void check(TensorView gemm2_out, TensorView row_of, Optional<TensorView> weights,
+           Optional<TensorView> shared, Optional<TensorView> gate_logits, int64_t top_k,
+           double routed_factor, Optional<int64_t> hidden_dim) {
   moe::check_is_cpu(gemm2_out);
-  const moe::FinalizeInputs in{gemm2_out, row_of, weights, shared, gate_logits};
-  moe::FinalizeCall call = check_new(in, hidden_dim, top_k, routed_factor);
-  const moe::FinalizeParams& p = call.params;
-  host::Tensor out = host::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, {p.num_tokens, p.hidden_dim},
-                                                gemm2_out.dtype(), gemm2_out.device());
-  call.params.out = out.data_ptr();
-  run(call, isa, threads, openmp);
-  return out;
+  check_new({gemm2_out, row_of, weights, shared, gate_logits}, hidden_dim, top_k, routed_factor);
 }
 
 bool quick_finalize(host::QuickCall* quick) noexcept {
@@ -84,5 +75,5 @@ int64_t quick_address() { return host::address_of(quick_finalize); }
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(moe_finalize, moe_finalize);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(moe_finalize_new, moe_finalize_new);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(check, check);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quick_address, quick_address);

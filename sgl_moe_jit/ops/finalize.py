@@ -11,7 +11,14 @@ from torch.autograd import forward_ad
 import sgl_moe_jit.ops.finalize_schema  # noqa: F401 - registers the torch ops
 from sgl_moe_jit.env import FLAG_CHECK_INDICES, FLAG_PDL, launch_flags
 from sgl_moe_jit.ops.finalize_arguments import check_kinds, output_width
-from sgl_moe_jit.ops.finalize_kernel import LAST_CPU_KERNEL, LAST_GATED_KERNEL, LAST_KERNEL, OP, run
+from sgl_moe_jit.ops.finalize_kernel import (
+    LAST_CPU_KERNEL,
+    LAST_GATED_KERNEL,
+    LAST_KERNEL,
+    OP,
+    new_output,
+    run,
+)
 from sgl_moe_jit.ops.library import (
     can_bypass_dispatcher,
     check_writable,
@@ -185,37 +192,36 @@ def _quick_in_python(
                 flags &= ~FLAG_PDL
             try:
                 if out is None:
-                    new: Tensor | None = kernel.write_new(
+                    to = new_output(
                         gemm2_out,
                         expanded_idx_to_permuted_idx,
                         expert_weights,
                         shared_output,
-                        shared_gate_logits,
                         top_k,
-                        routed_scaling_factor,
                         hidden_dim,
-                        flags,
                     )
-                    if new is not None:
-                        return new
                 elif (
-                    hidden_dim is None
-                    and (shared_output is not None or out.shape[-1] == gemm2_out.shape[-1])
-                    and (_is_inference_mode_enabled() or not out.is_inference())
-                    and kernel.write(
-                        out,
-                        gemm2_out,
-                        expanded_idx_to_permuted_idx,
-                        expert_weights,
-                        shared_output,
-                        shared_gate_logits,
-                        top_k,
-                        routed_scaling_factor,
-                        flags,
-                    )
+                    hidden_dim is not None
+                    or (shared_output is None and out.shape[-1] != gemm2_out.shape[-1])
+                    or (out.is_inference() and not _is_inference_mode_enabled())
                 ):
-                    _increment_version((out,))  # passes inference tensors by
-                    return out
+                    return None
+                else:
+                    to = out
+                if kernel.write(
+                    to,
+                    gemm2_out,
+                    expanded_idx_to_permuted_idx,
+                    expert_weights,
+                    shared_output,
+                    shared_gate_logits,
+                    top_k,
+                    routed_scaling_factor,
+                    flags,
+                ):
+                    if out is not None:
+                        _increment_version((out,))  # passes inference tensors by
+                    return to
             except Exception:
                 pass  # repeated by _finalize, where it fails with its own words or succeeds
     return None

@@ -22,6 +22,7 @@ from sgl_moe_jit.jit import (
     register_family,
 )
 from sgl_moe_jit.ops import quick_call
+from sgl_moe_jit.ops.finalize_arguments import num_tokens_of, output_width
 from sgl_moe_jit.ops.library import cpu_settings
 
 OP = "moe_finalize_fuse_shared"
@@ -91,14 +92,17 @@ register_family(KernelFamily(OP, _all_cuda_specs, lambda: iter([_cpu_spec()])))
 
 
 class Kernel(NamedTuple):
-    """A loaded module's exports: into a given output (False) and into a new one (None).
+    """A loaded module's exports.
 
-    In brackets what those for CUDA return, without doing anything, when another module is the right
-    one. ``quick`` is the address of both for the extension of ``ops/quick_call.py``.
+    Attributes:
+        write: The call, into a given output. One for CUDA returns False, without doing anything,
+            when another module is the right one.
+        check: What a call without one has to pass before there is a new output.
+        quick: Address of both for the extension of ``ops/quick_call.py``.
     """
 
     write: Any
-    write_new: Any
+    check: Any
     quick: int
 
 
@@ -106,7 +110,7 @@ class Kernel(NamedTuple):
 def _cpu_kernel() -> Kernel:
     with quick_call.loading():
         module = load_spec(_cpu_spec())
-    return Kernel(module.moe_finalize, module.moe_finalize_new, module.quick_address())
+    return Kernel(module.moe_finalize, module.check, module.quick_address())
 
 
 @cache_once
@@ -123,7 +127,7 @@ def cuda_kernel(
     with quick_call.loading():
         module = load_spec(cuda_spec(activation, weight, top_k, arch, gate))
     module.serve_device(device_index, arch.supports_pdl)
-    return Kernel(module.moe_finalize, module.moe_finalize_new, module.quick_address())
+    return Kernel(module.moe_finalize, module.check, module.quick_address())
 
 
 # By top_k, the module that served the last call without and with a gate: the quick way's guess.
@@ -193,26 +197,42 @@ def run(
         top_k,
         routed_scaling_factor,
     )
-    if gemm2_out.device.type == "cpu":
+    on_cpu = gemm2_out.device.type == "cpu"
+    if on_cpu:
         check_dtypes(gemm2_out, expert_weights)
         kernel = _cpu_kernel()
-        if out is None:
-            out = kernel.write_new(*inputs, hidden_dim, *cpu_settings())
-        else:
-            kernel.write(out, *inputs, *cpu_settings())
-        LAST_CPU_KERNEL[top_k] = kernel
-        return out
-    kernel = _find(gemm2_out, expert_weights, top_k, shared_gate_logits is not None)
-    flags = env.launch_flags()
-    if flags & env.FLAG_CHECK_INDICES:
-        check_indices(expanded_idx_to_permuted_idx, gemm2_out.shape[0])
-    if enable_pdl is False:
-        flags &= ~env.FLAG_PDL
-    new: Tensor | None = None
+    else:
+        kernel = _find(gemm2_out, expert_weights, top_k, shared_gate_logits is not None)
+        flags = env.launch_flags()
+        if flags & env.FLAG_CHECK_INDICES:
+            check_indices(expanded_idx_to_permuted_idx, gemm2_out.shape[0])
+        if enable_pdl is False:
+            flags &= ~env.FLAG_PDL
     if out is None:
-        new = kernel.write_new(*inputs, hidden_dim, flags)
-        served = new is not None
+        kernel.check(*inputs, hidden_dim)
+        out = new_output(*inputs[:4], top_k, hidden_dim)
+    if on_cpu:
+        kernel.write(out, *inputs, *cpu_settings())
+        LAST_CPU_KERNEL[top_k] = kernel
     else:
         served = kernel.write(out, *inputs, flags)
-    assert served, "the module was picked for this call"
-    return out if new is None else new  # type: ignore[return-value]
+        assert served, "the module was picked for this call"
+    return out
+
+
+def new_output(
+    gemm2_out: Tensor,
+    expanded_idx_to_permuted_idx: Tensor,
+    expert_weights: Tensor | None,
+    shared_output: Tensor | None,
+    top_k: int,
+    hidden_dim: int | None,
+) -> Tensor:
+    """Return an empty output for a call.
+
+    Of torch's own making: one that a module allocates and returns comes through DLPack, and on such
+    memory ``record_stream`` does nothing.
+    """
+    num_tokens = num_tokens_of(expanded_idx_to_permuted_idx, expert_weights, top_k)
+    width = output_width(gemm2_out, shared_output, hidden_dim)
+    return torch.empty((num_tokens, width), dtype=gemm2_out.dtype, device=gemm2_out.device)

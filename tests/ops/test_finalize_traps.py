@@ -86,7 +86,7 @@ def asked(request, monkeypatch):
         calls.append(args)
 
     if request.param == "Python":
-        kernel = finalize_kernel.Kernel(write=decline, write_new=decline, quick=0)
+        kernel = finalize_kernel.Kernel(write=decline, check=None, quick=0)
         monkeypatch.setitem(finalize_kernel.LAST_KERNEL, 2, kernel)
         monkeypatch.setitem(finalize_kernel.LAST_GATED_KERNEL, 2, kernel)
         with quick_call.in_python():

@@ -157,9 +157,19 @@ def test_work_is_queued_on_the_current_stream(guess):
     assert_same_bits(out, want)
 
 
-def test_another_streams_reads_are_waited_for(guess):
+@pytest.mark.parametrize("way", ["C", "Python", "dispatcher"])
+def test_another_streams_reads_are_waited_for(way, guess):
     """``record_stream`` is a no-op on memory that is not known to be torch's."""
-    out = served(guess)
+
+    def call():
+        if way == "C":
+            return served(guess)
+        if way == "dispatcher":
+            return replace(guess, shared=guess.shared.requires_grad_()).run().detach()
+        with quick_call.in_python():
+            return guess.run()
+
+    out = call()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -167,9 +177,10 @@ def test_another_streams_reads_are_waited_for(guess):
         copy = out.clone()
     out.record_stream(side)
     address = out.data_ptr()
-    want = guess.run(out=torch.empty_like(out))
+    with torch.no_grad():
+        want = guess.run(out=torch.empty_like(out))
     del out
-    again = [served(guess) for _ in range(3)]
+    again = [call() for _ in range(3)]
     assert address not in [x.data_ptr() for x in again]
     torch.cuda.synchronize()
     assert_same_bits(copy, want)
