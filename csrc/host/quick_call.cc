@@ -53,7 +53,7 @@ PyObject* quick_new(PyTypeObject* type, PyObject* args, PyObject*) {
   int outputs = 0;
   for (const char* k = kinds; *k != 0; ++k) outputs += *k == kOutput;
   bool right = torch.tensor != nullptr && count <= kMaxQuickValues && kinds[0] == kTensor &&
-               std::strspn(kinds, "TxtoiIfp") == static_cast<size_t>(count) && outputs >= 1 &&
+               std::strspn(kinds, "TxtoiIfnp") == static_cast<size_t>(count) && outputs >= 1 &&
                outputs <= kMaxQuickMade && key > 0 && key < count && kinds[key] == kInt &&
                second < count && PyTuple_GET_SIZE(tables) == 3;
   for (Py_ssize_t i = 0; right && i < PyTuple_GET_SIZE(tables); ++i) {

@@ -32,7 +32,8 @@ enum Kind : char {
   kInt = 'i',
   kOptionalInt = 'I',
   kFloat = 'f',
-  kPdl = 'p'  // None, True or False; goes into the flags
+  kNumber = 'n',  // a float, or an int to be one
+  kPdl = 'p'      // None, True or False; goes into the flags
 };
 
 struct Quick {
@@ -58,6 +59,8 @@ bool is_kind(char kind, PyObject* x) {
       return PyLong_CheckExact(x);
     case kFloat:
       return PyFloat_CheckExact(x);
+    case kNumber:
+      return PyFloat_CheckExact(x) || PyLong_CheckExact(x);
     case kPdl:
       return PyBool_Check(x);
     default:
@@ -102,6 +105,15 @@ bool convert(const Quick& self, PyObject* const* args, QuickCall* call, QuickVal
         break;
       case kFloat:
         values[i].real = PyFloat_AS_DOUBLE(x);
+        break;
+      case kNumber:
+        if (PyFloat_CheckExact(x)) {
+          values[i].real = PyFloat_AS_DOUBLE(x);
+        } else {
+          const long long integer = PyLong_AsLongLong(x);
+          if (integer == -1 && PyErr_Occurred()) return false;
+          values[i].real = static_cast<double>(integer);
+        }
         break;
       case kPdl:
         if (x == Py_False) call->flags &= ~environment.pdl;

@@ -229,7 +229,7 @@ def _quick_in_python(
 
 # The parameters of _quick_in_python: kinds, tables, top_k's number, the gate's.
 _QUICK = QuickWay(
-    _quick_in_python, "TxtttipfIo", (LAST_KERNEL, LAST_GATED_KERNEL, LAST_CPU_KERNEL), 5, 4
+    _quick_in_python, "TxtttipnIo", (LAST_KERNEL, LAST_GATED_KERNEL, LAST_CPU_KERNEL), 5, 4
 )
 
 

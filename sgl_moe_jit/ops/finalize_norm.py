@@ -27,7 +27,7 @@ from sgl_moe_jit.ops.quick_call import QuickWay, never
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # bound once: the look-up costs as much
 
 # The parameters up to the outputs, which differ; top_k is number 7.
-_KINDS = "TxtttTTifpf"
+_KINDS = "TxtttTTifpn"
 _QUICK = QuickWay(never, _KINDS + "oo", (LAST_CUDA[False], {}, LAST_CPU[False]), 7)
 _QUICK_FP8 = QuickWay(never, _KINDS + "ooo", (LAST_CUDA[True], {}, LAST_CPU[True]), 7)
 

@@ -64,7 +64,8 @@ class QuickWay:
             in_python: Serves until the extension does.
             parameters: Their kinds, a letter each; the first is a tensor. ``T`` tensor, ``x``
                 tensor of integers, ``t`` tensor or None, ``o`` output or None (make it), ``i`` int,
-                ``I`` int or None, ``f`` float, ``p`` True, False or None, for dependent launches.
+                ``I`` int or None, ``f`` float, ``n`` float or int, ``p`` True, False or None, for
+                dependent launches. A tensor may be a ``torch.nn.Parameter``.
             tables: The modules that served last, by the ``key`` parameter: tuples that end in what
                 the module's ``quick_address`` returned. The last table is for a CPU.
             key: Number of an ``i`` parameter.

@@ -62,6 +62,14 @@ def test_the_same_bits_as_without_it(dtype, weight_dtype, gate):
     assert_same_bits(i.run(), want)
 
 
+@pytest.mark.parametrize("factor", [1, 3, -1, 2**53 + 1, 2**63 - 1])
+def test_a_factor_may_be_an_int(factor):
+    i = make(3, 4, 16, dtype=F32, factor=factor)
+    with quick_call.in_python():
+        want = i.run()
+    assert_same_bits(served(i), want)
+
+
 def test_without_a_shared_row_the_width_is_an_argument():
     i = make(5, 4, 24, padded=32, shared=False)
     with quick_call.in_python():

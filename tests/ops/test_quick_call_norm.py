@@ -42,6 +42,10 @@ def test_the_same_bits_as_without_it(device, fp8, dtype, kinds):
     assert type(got) is tuple and [t.dtype for t in got] == [t.dtype for t in want]
     assert_same_bits(got, want)
     assert_same_bits(served(x, fp8, enable_pdl=False), want)
+    assert_same_bits(
+        served(replace(x, factor=int(x.factor)), fp8),
+        without(replace(x, factor=int(x.factor)), fp8=fp8),
+    )
     assert_same_bits(x.run(fp8=fp8), want)
     for given in range(len(want)):
         names = ("out", "out_scale", "residual_out") if fp8 else ("out", "residual_out")
