@@ -59,10 +59,8 @@ def is_watched_by_function_mode() -> bool:
     The one of ``torch.set_default_device`` and ``with torch.device(...)`` only tells constructors
     the device.
     """
-    depth: int = _function_modes()
-    if depth != 1:
-        return depth != 0
-    return type(torch._C._get_function_stack_at(0)) is not DeviceContext
+    at = torch._C._get_function_stack_at
+    return any(type(at(level)) is not DeviceContext for level in range(_function_modes()))
 
 
 def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
