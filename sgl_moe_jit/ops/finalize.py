@@ -180,11 +180,10 @@ def _quick_in_python(
     ):
         kernels = LAST_KERNEL if shared_gate_logits is None else LAST_GATED_KERNEL
         kernel = kernels.get(top_k)
-        flags = launch_flags()
         if (
             kernel is not None
             and gemm2_out.dtype is _BFLOAT16
-            and flags < FLAG_CHECK_INDICES
+            and (flags := launch_flags()) < FLAG_CHECK_INDICES
             and (expert_weights is None or not expert_weights.is_neg())
             and (shared_gate_logits is None or not shared_gate_logits.is_neg())
         ):
