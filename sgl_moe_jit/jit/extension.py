@@ -49,6 +49,7 @@ def load_extension(build: BuildSpec, name: str) -> ModuleType:
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
+        sys.modules.pop(name, None)  # where CPython puts one of a single phase by itself
         return module
 
     module: ModuleType = load_spec(build, load)

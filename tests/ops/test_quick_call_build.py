@@ -47,6 +47,7 @@ def test_the_first_kernel_brings_it(unloaded):
     want = i.run()
     assert finalize._QUICK.call is finalize._QUICK.compiled is not None
     assert_same_bits(i.run(), want)
+    assert quick_call._MODULE not in sys.modules
 
 
 def test_one_loaded_while_it_is_left_out_serves_afterwards(unloaded):
