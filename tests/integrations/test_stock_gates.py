@@ -9,6 +9,7 @@ import pickle
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from sgl_moe_jit.integrations.transformers import fuse_shared_experts, load_block
 from sgl_moe_jit.integrations.transformers import unfuse_shared_experts as unfuse
@@ -193,8 +194,18 @@ def _wide_bias(block, monkeypatch):
     return "correction_bias is torch.float64"
 
 
+def _bias_of_a_row(block, monkeypatch):
+    block.gate.e_score_correction_bias = block.gate.e_score_correction_bias[None]
+    return "its bias is not one number an expert"
+
+
+def _factor_in_a_tensor(block, monkeypatch):
+    block.gate.routed_scaling_factor = torch.tensor(2.5)
+    return "routed_scaling_factor is a Tensor"
+
+
 CHANGES = [_hook, _pre_hook, _global_hook, _own_forward, _class_forward, _parametrized]
-CHANGES += [_switched_off, _wide_bias]
+CHANGES += [_switched_off, _wide_bias, _bias_of_a_row, _factor_in_a_tensor]
 
 
 @both_ways
@@ -206,6 +217,34 @@ def test_what_sends_the_call_to_the_module(kernel, monkeypatch, change, ours):
     block(x)
     assert kernel == []
     assert f"called as a module, {reason}" in str(block.explain())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("e_score_correction_bias", None), ("top_k", 2.0), ("routed_scaling_factor", "2.5")],
+)
+@torch.no_grad()
+def test_what_a_router_refuses_is_still_refused(kernel, name, value):
+    gate, x = last_block("deepseek_v3").gate, torch.randn(3, HIDDEN)
+    assert read_gate.route(gate, x)[0] is not None
+    setattr(gate, name, value)
+    assert read_gate.route(gate, x)[0] is None
+    with pytest.raises(TypeError):
+        gate(x)
+
+
+@torch.no_grad()
+def test_a_first_call_that_is_traced_tries_no_router(kernel):
+    gate, x = last_block("deepseek_v3").gate, torch.randn(3, HIDDEN)
+    style_of_gate.cache_clear()
+
+    def call(x):
+        assert read_gate.route(gate, x)[0] is None
+        return gate(x)[1]
+
+    traced, stock = make_fx(call)(x), make_fx(lambda x: gate(x)[1])(x)
+    assert len(traced.graph.nodes) == len(stock.graph.nodes)
+    assert style_of_gate(type(gate), type(gate).forward) is not None
 
 
 @both_ways

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sgl_moe_jit.errors import UnsupportedError
 from sgl_moe_jit.moe.router_config import RouterConfig
 from sgl_moe_jit.moe.routing import select_experts
+from sgl_moe_jit.ops.library import can_bypass_dispatcher
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,18 @@ class GateStyle:
         return gate.e_score_correction_bias if self.has_bias else None
 
 
-@functools.lru_cache(maxsize=256)
+def _number(name: str, value: object) -> float:
+    """Return a plain number. A tensor's value changes while it stays the same key of a cache."""
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is a {type(value).__name__}")
+    return value
+
+
+# Of arguments that compare equal, a router may take 2 and refuse 2.0.
+_remembered = functools.lru_cache(maxsize=256, typed=True)
+
+
+@_remembered
 def _sigmoid(
     experts: int, top_k: int, groups: int, open_groups: int, renormalize: bool, factor: float
 ) -> RouterConfig:
@@ -58,13 +71,13 @@ def _sigmoid(
         has_correction_bias=True,
         n_group=groups,
         topk_group=open_groups,
-        renormalize=bool(renormalize),
+        renormalize=bool(_number("norm_topk_prob", renormalize)),
         renormalize_epsilon=1e-20,
-        routed_scaling_factor=float(factor),
+        routed_scaling_factor=float(_number("routed_scaling_factor", factor)),
     )
 
 
-@functools.lru_cache(maxsize=256)
+@_remembered
 def _softmax_groups(
     experts: int, top_k: int, method: str, groups: int, open_groups: int, factor: float
 ) -> RouterConfig:
@@ -76,15 +89,15 @@ def _softmax_groups(
         n_group=groups if limited else 1,
         topk_group=open_groups if limited else 1,
         group_rule="max",
-        routed_scaling_factor=float(factor),
+        routed_scaling_factor=float(_number("routed_scaling_factor", factor)),
     )
 
 
-@functools.lru_cache(maxsize=256)
+@_remembered
 def _softmax(experts: int, top_k: int, renormalize: bool) -> RouterConfig:
     return RouterConfig(
         *(experts, top_k, "softmax"),
-        renormalize=bool(renormalize),
+        renormalize=bool(_number("norm_topk_prob", renormalize)),
         logits_dtype="model",
         weights_dtype="logits",
     )
@@ -153,6 +166,10 @@ def style_of_gate(cls: Any, forward: Any) -> GateStyle | None:
 
     The names that its forward refers to must be a style's. Names say nothing about operators and
     constants, so it is also run once for each case, on the CPU, beside ``select_experts``.
+
+    Raises:
+        UnsupportedError: it is not known yet, and something traces or changes torch's operations,
+            so that it cannot be run now.
     """
     code = getattr(forward, "__code__", None)
     if code is None or not cls.__module__.startswith("transformers.models."):
@@ -161,6 +178,8 @@ def style_of_gate(cls: Any, forward: Any) -> GateStyle | None:
         return None
     for style in STYLES:
         if style.names == set(code.co_names):
+            if not can_bypass_dispatcher():
+                raise UnsupportedError("tracing, before a first call without")
             return style if all(_agrees(forward, style, case) for case in style.cases) else None
     return None
 

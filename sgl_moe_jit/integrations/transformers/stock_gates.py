@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sgl_moe_jit.errors import UnsupportedError
 from sgl_moe_jit.integrations.transformers.gate_table import style_of_gate
 from sgl_moe_jit.moe.autocast import is_autocast_on
 from sgl_moe_jit.moe.topk import StandardTopKOutput
@@ -48,7 +49,8 @@ def route(gate: Any, x: Tensor) -> tuple[StandardTopKOutput | None, str]:
 
     Ids are the stock router's as a set, int32 and best first; of equal choice values, among which
     the stock router takes any, the lower ids. Weights are the stock router's but for the order of
-    two sums (a softmax's, a renormalisation's).
+    two sums (a softmax's, a renormalisation's). A choice value of NaN comes last, where the stock
+    router takes it first: with NaN in one expert's gate row or bias, other experts are chosen.
 
     Args:
         gate: A block's router.
@@ -60,8 +62,10 @@ def route(gate: Any, x: Tensor) -> tuple[StandardTopKOutput | None, str]:
     if not route_topk.is_cuda(x):
         return None, f"on {x.device.type}"
     cls: Any = type(gate)
-    # By its forward too, which somebody may have replaced on the class.
-    style = style_of_gate(cls, cls.forward) if isinstance(gate, torch.nn.Module) else None
+    try:  # by its forward too, which somebody may have replaced on the class
+        style = style_of_gate(cls, cls.forward) if isinstance(gate, torch.nn.Module) else None
+    except UnsupportedError as error:
+        return None, str(error)
     if style is None:
         return None, "not a router known here"
     reason = looked_at(gate)
@@ -72,9 +76,11 @@ def route(gate: Any, x: Tensor) -> tuple[StandardTopKOutput | None, str]:
         return None, "gradients, tracing, or tensors that are not plain"
     if is_autocast_on("cuda"):
         return None, "autocast is on"
+    experts = weight.shape[0]
+    if style.has_bias and (bias is None or bias.shape != (experts,)):
+        return None, "its bias is not one number an expert"
     if bias is not None and bias.dtype in (torch.bfloat16, torch.float16):
         bias = bias.float()  # as in the stock forward's sum with float32 scores
-    experts = weight.shape[0]
     try:
         options = style.routing(gate, experts).kernel_options
     except (TypeError, ValueError) as error:
