@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import shutil
@@ -20,9 +21,17 @@ from tests.scratch import SCRATCH_VARIABLE
 # ahead by `python -m sgl_moe_jit compile`, it saves minutes of compiling.
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if not _IS_WORKER:
+    _MADE_BY = os.getpid()
     _SCRATCH = os.environ[SCRATCH_VARIABLE] = tempfile.mkdtemp(prefix="sgl_moe_jit-tests-")
     _GIVEN = os.environ.get("SGL_MOE_JIT_TEST_CACHE_DIR")
     os.environ["SGL_MOE_JIT_CACHE_DIR"] = _GIVEN or f"{_SCRATCH}/cache"
+
+    # Not in a hook of pytest's: none is called where a command line is refused.
+    @atexit.register
+    def _remove_scratch():
+        if os.getpid() == _MADE_BY:  # not in a fork
+            shutil.rmtree(_SCRATCH, ignore_errors=True)
+
 
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _CORES = len(os.sched_getaffinity(0))
@@ -33,11 +42,6 @@ torch.set_num_threads(max(1, min(4, _CORES // _WORKERS)))
 def pytest_xdist_auto_num_workers():
     """For ``pytest -n auto``: tests keep one core each busy; those on a GPU are not to share it."""
     return 0 if torch.cuda.is_available() else min(4, _CORES)
-
-
-def pytest_unconfigure():
-    if not _IS_WORKER:
-        shutil.rmtree(_SCRATCH, ignore_errors=True)
 
 
 def pytest_addoption(parser):

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
+import tempfile
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,9 +97,16 @@ def call_nvcc(nvcc: Path, batch: Batch, folder: Path) -> Call:
         *(str(nvcc), *first.flags, *macros, *(arch.gencode() for arch in first.archs)),
         *("-fatbin", "-Xptxas=-v", "--keep", "--keep-dir=keep", "-o", "x.fatbin", str(source)),
     ]
+    own = {**os.environ, "TMPDIR": str(folder / "keep")}  # one that dies removes nothing
     try:
         done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            command,
+            cwd=folder,
+            env=own,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
         )
         status, output = done.returncode, done.stdout + done.stderr
     except subprocess.TimeoutExpired:
@@ -108,8 +118,14 @@ def call_nvcc(nvcc: Path, batch: Batch, folder: Path) -> Call:
 
 
 def compile_batch(nvcc: Path, batch: Batch, folder: Path) -> list[Call]:
-    """Compile a batch at once; where that fails, a call a variant says which one is at fault."""
+    """Compile a batch at once; where that fails, a call a variant says which one is at fault.
+
+    Raises:
+        CancelledError: Ctrl-C, which nvcc's compilers get as well.
+    """
     whole = call_nvcc(nvcc, batch, folder / "all")
+    if whole.status != 0 and f"died due to signal {signal.SIGINT.value}" in whole.output:
+        raise CancelledError
     if whole.status == 0 or len(batch) == 1:
         return [whole]
     return [call_nvcc(nvcc, (variant,), folder / str(i)) for i, variant in enumerate(batch)]
@@ -155,7 +171,11 @@ class Builds:
             except BlockingIOError:
                 return None
             if not results.exists():
-                results.write_bytes(pickle.dumps(compile_batch(self._nvcc, batch, folder)))
+                # Anew each time: of a process that died, half a batch and its nvcc may be left.
+                made = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=self._folder))
+                calls = compile_batch(self._nvcc, batch, made)
+                (made / "calls.pickle").write_bytes(pickle.dumps(calls))
+                (made / "calls.pickle").rename(results)
             return pickle.loads(results.read_bytes())
 
     def calls(self, *batches: Batch) -> list[Call]:

@@ -8,12 +8,14 @@ op.
 
 from __future__ import annotations
 
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
 
 from sgl_moe_jit.jit import families, load_spec, toolchain
-from tests.ops.compile_batches import Batch, call_nvcc, compile_batch, named_namespaces
+from tests.ops import compile_batches
+from tests.ops.compile_batches import Batch, Call, call_nvcc, compile_batch, named_namespaces
 from tests.ops.compile_kernels import reported_kernels
 from tests.ops.compile_variants import (
     ARCHS,
@@ -146,6 +148,35 @@ def test_a_source_whose_header_reads_a_macro_gets_a_call_a_variant(tmp_path):
     batch = write_variants(tmp_path, '#include "header.cuh"\n' + SOURCE, ["1", "2"])
     assert not can_share_headers(batch)
     assert make_batches(batch) == [batch[:1], batch[1:]]
+
+
+def test_a_batch_is_compiled_again_where_a_process_died_over_it(tmp_path, monkeypatch):
+    batch, dying = write_variants(tmp_path, SOURCE, ["1"]), [True]
+
+    def compile_it(nvcc, batch, folder):
+        (folder / "all").mkdir(parents=True)
+        if dying:
+            raise RuntimeError("it dies")
+        return [Call(batch, 0, "", folder)]
+
+    monkeypatch.setattr(compile_batches, "compile_batch", compile_it)
+    first, second = (compile_batches.Builds(tmp_path / "batches", 2) for _ in range(2))
+    with pytest.raises(RuntimeError, match="it dies"):
+        first.calls(batch)
+    first.close()
+    dying.clear()
+    assert [call.batch for call in second.calls(batch)] == [batch]
+    second.close()
+
+
+def test_the_variants_of_an_interrupted_batch_are_not_tried(tmp_path):
+    batch, nvcc = write_variants(tmp_path, SOURCE, ["1", "2", "3"]), tmp_path / "nvcc"
+    script = 'echo "$TMPDIR" >> ../../calls; echo cicc died due to signal 2 >&2; exit 2'
+    nvcc.write_text(f"#!/bin/sh\n{script}\n")
+    nvcc.chmod(0o755)
+    with pytest.raises(CancelledError):
+        compile_batch(nvcc, batch, tmp_path / "out")
+    assert (tmp_path / "calls").read_text() == f"{tmp_path}/out/all/keep\n"
 
 
 def test_namespaces_are_read_in_their_nesting():
