@@ -73,16 +73,12 @@ def kernel(monkeypatch):
     return calls
 
 
-def loaded(block):
-    return load_block(block)
-
-
 def fused(block):
     fuse_shared_experts(block)
     return block
 
 
-both_ways = pytest.mark.parametrize("ours", [loaded, fused])
+both_ways = pytest.mark.parametrize("ours", [load_block, fused])
 
 
 @pytest.mark.parametrize("family", ALL_FUSED_FAMILIES)
@@ -178,6 +174,18 @@ def _class_forward(block, monkeypatch):
     return "not a router known here"
 
 
+def _class_call(block, monkeypatch):
+    own = torch.nn.Module.__call__
+    monkeypatch.setattr(type(block.gate), "__call__", lambda self, x: own(self, x))
+    return "its class has a call of its own"
+
+
+def _module_call(block, monkeypatch):
+    own = torch.nn.Module.__call__
+    monkeypatch.setattr(torch.nn.Module, "__call__", lambda self, *a, **k: own(self, *a, **k))
+    return "its class has a call of its own"
+
+
 def _parametrized(block, monkeypatch):
     torch.nn.utils.parametrize.register_parametrization(block.gate, "weight", torch.nn.Identity())
     return "not a router known here"
@@ -204,8 +212,8 @@ def _factor_in_a_tensor(block, monkeypatch):
     return "routed_scaling_factor is a Tensor"
 
 
-CHANGES = [_hook, _pre_hook, _global_hook, _own_forward, _class_forward, _parametrized]
-CHANGES += [_switched_off, _wide_bias, _bias_of_a_row, _factor_in_a_tensor]
+CHANGES = [_hook, _pre_hook, _global_hook, _own_forward, _class_forward, _class_call, _module_call]
+CHANGES += [_parametrized, _switched_off, _wide_bias, _bias_of_a_row, _factor_in_a_tensor]
 
 
 @both_ways

@@ -21,6 +21,7 @@ from sgl_moe_jit.ops import route_topk
 from sgl_moe_jit.ops.library import can_bypass_dispatcher
 
 _hooks = torch.nn.modules.module
+_own_call = torch.nn.Module.__call__
 
 
 def looked_at(gate: torch.nn.Module) -> str:
@@ -28,6 +29,8 @@ def looked_at(gate: torch.nn.Module) -> str:
     own = gate.__dict__
     if "forward" in own:
         return "its forward is replaced on the instance"
+    if type(gate).__call__ is not _own_call:
+        return "its class has a call of its own"
     if own.get("_compiled_call_impl") is not None:
         return "it is compiled by itself"
     if (
