@@ -78,7 +78,13 @@ class RouteOptions(NamedTuple):
 
 
 def cuda_spec(dtype: torch.dtype, arch: CudaArch) -> BuildSpec:
-    """Return the module for logits of a dtype."""
+    """Return the module for logits of a dtype.
+
+    Raises:
+        TypeError: there is none.
+    """
+    if dtype not in _CPP:
+        raise TypeError(f"logits: expected float32, bfloat16 or float16, got {dtype}")
     cpp_type, member = _CPP[dtype]
     return make_spec(
         (OP, member[1:]),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sgl_moe_jit import env
+from sgl_moe_jit.jit import CudaArch
 from sgl_moe_jit.moe.routing import select_experts
 from sgl_moe_jit.ops import route_topk
 from tests.moe.routing_cases import CONFIGS, E, K, config
@@ -86,6 +87,11 @@ def test_select_experts_asks_it(on_any_device, monkeypatch):
     assert output.num_experts == E
     select_experts(logits, CONFIGS["softmax"], topk_ids=torch.zeros(3, K).long())
     assert len(calls) == 1
+
+
+def test_logits_that_no_module_serves():
+    with pytest.raises(TypeError, match=r"^logits: expected float32, bfloat16 or float16, got"):
+        route_topk.cuda_spec(torch.float64, CudaArch.parse("sm_90a"))
 
 
 def test_the_options_of_a_family():
