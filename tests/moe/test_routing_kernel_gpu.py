@@ -100,6 +100,36 @@ def test_sizes(monkeypatch, experts, top_k):
     assert_as_torch(select_experts(logits, routing), want, routing, logits)
 
 
+EDGES = torch.tensor(
+    [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 2.0**-149, -(2.0**-140)]
+)
+
+
+# In logits and in the bias, with groups, so that whole groups are NaN or infinite in some rows.
+@pytest.mark.parametrize("function", ["sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("groups", [1, 4, 8])
+def test_values_at_the_edge(monkeypatch, groups, function):
+    routing = config(
+        num_experts=64,
+        top_k=8,
+        score_function=function,
+        has_correction_bias=True,
+        renormalize=True,
+        n_group=groups,
+        topk_group=(groups + 1) // 2,
+    )
+    for share in (0.05, 0.5, 1.0):
+        logits, bias = torch.randn(500, 64) * 4, torch.randn(64)
+        logits = torch.where(
+            torch.rand(logits.shape) < share, EDGES[torch.randint(len(EDGES), logits.shape)], logits
+        )
+        bias = torch.where(
+            torch.rand(64) < share / 2, EDGES[torch.randint(len(EDGES), (64,))], bias
+        )
+        there = logits.cuda(), routing, bias.cuda()
+        assert_as_torch(select_experts(*there), by_torch(monkeypatch, *there), routing, there[0])
+
+
 @pytest.mark.parametrize("experts", [384, 1024])
 def test_large_models_as_the_oracle(experts):
     routing = replace(V3, num_experts=experts, n_group=1, topk_group=1, top_k=8)
