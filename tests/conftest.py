@@ -41,6 +41,8 @@ torch.set_num_threads(max(1, min(4, _CORES // _WORKERS)))
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     """For ``pytest -n auto``: tests keep one core each busy; those on a GPU are not to share it."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None  # pytest-xdist reads it
     return 0 if torch.cuda.is_available() else min(4, _CORES)
 
 

@@ -34,8 +34,8 @@ class WaterfillBalancer:
     Dynamic ``exact_restricted`` knows the loads of all sources, not which ranks their tokens may
     take. That costs a few rows where tokens are few: 1.05 of the best there is at 16 tokens a rank,
     1.07 at 4. With ``max_tokens_per_rank`` the sources exchange their choices, one all-gather of
-    [W * C, K] ids, and each runs the one greedy pass over all tokens, 1.01 of the best. Meant for
-    decoding, since every source passes over W * C rows.
+    [W * C, K] ids, and each runs the one greedy pass over all tokens, 1.01 of the best. It can be
+    captured too. Meant for decoding, since every source passes over W * C rows.
 
     Attributes:
         layout: The ranks' slots, one of them shared.

@@ -22,17 +22,12 @@ from sgl_moe_jit.jit import (
     register_family,
 )
 from sgl_moe_jit.ops import quick_call
+from sgl_moe_jit.ops.cpp_types import CPP_TYPES
 from sgl_moe_jit.ops.finalize_arguments import num_tokens_of, output_width
 from sgl_moe_jit.ops.library import cpu_settings
 
 OP = "moe_finalize_fuse_shared"
 
-# (C++ type, member of host::DType)
-CPP_TYPES = {
-    torch.bfloat16: ("__nv_bfloat16", "kBFloat16"),
-    torch.float16: ("__half", "kFloat16"),
-    torch.float32: ("float", "kFloat32"),
-}
 # Of weights; None: all are 1.
 WEIGHT_TYPES: dict[torch.dtype | None, tuple[str, str]] = dict(CPP_TYPES.items())
 WEIGHT_TYPES[None] = ("UnitWeight", "kNone")

@@ -22,8 +22,8 @@ from sgl_moe_jit.jit import (
     register_family,
 )
 from sgl_moe_jit.ops import quick_call
+from sgl_moe_jit.ops.cpp_types import CPP_TYPES
 from sgl_moe_jit.ops.finalize_kernel import (
-    CPP_TYPES,
     UNROLLED_TOP_K,
     check_dtypes,
     check_indices,

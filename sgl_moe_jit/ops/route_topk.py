@@ -27,18 +27,13 @@ from sgl_moe_jit.jit import (
     make_spec,
     register_family,
 )
+from sgl_moe_jit.ops.cpp_types import CPP_TYPES
 from sgl_moe_jit.ops.library import can_bypass_dispatcher
 
 OP = "route_topk"
 # kRouteMax* in include/sgl_moe_jit/moe/route_topk_params.h
 MAX_EXPERTS, MAX_TOP_K, MAX_GROUPS = 1024, 64, 32
 
-# (C++ type, member of host::DType)
-_CPP = {
-    torch.float32: ("float", "kFloat32"),
-    torch.bfloat16: ("__nv_bfloat16", "kBFloat16"),
-    torch.float16: ("__half", "kFloat16"),
-}
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 """In the order of ScoreFunction in include/sgl_moe_jit/moe/route_topk_params.h."""
 
@@ -83,9 +78,9 @@ def cuda_spec(dtype: torch.dtype, arch: CudaArch) -> BuildSpec:
     Raises:
         TypeError: there is none.
     """
-    if dtype not in _CPP:
+    if dtype not in CPP_TYPES:
         raise TypeError(f"logits: expected float32, bfloat16 or float16, got {dtype}")
-    cpp_type, member = _CPP[dtype]
+    cpp_type, member = CPP_TYPES[dtype]
     return make_spec(
         (OP, member[1:]),
         cuda_files=["moe/route_topk.cu"],
@@ -97,7 +92,7 @@ def cuda_spec(dtype: torch.dtype, arch: CudaArch) -> BuildSpec:
 
 
 def _all_cuda_specs(arch: CudaArch) -> Iterator[BuildSpec]:
-    for dtype in _CPP:
+    for dtype in CPP_TYPES:
         yield cuda_spec(dtype, arch)
 
 
@@ -141,7 +136,7 @@ def refusal(
         logits, correction_bias, expert_scale, count
     ):
         return "gradients, tracing, or tensors that are not plain"
-    if logits.dtype not in _CPP or weights_dtype not in _CPP:
+    if logits.dtype not in CPP_TYPES or weights_dtype not in CPP_TYPES:
         return f"logits are {logits.dtype}, weights {weights_dtype}"
     if options.num_experts > MAX_EXPERTS or options.top_k > MAX_TOP_K:
         return f"{options.num_experts} experts, top_k {options.top_k}"
@@ -153,7 +148,7 @@ def refusal(
     if count is not None and count.dtype not in (torch.int32, torch.int64):
         return f"num_token_non_padded is {count.dtype}"
     bias = _vector_refusal("correction_bias", correction_bias, logits, (torch.float32,))
-    scale = _vector_refusal("expert_scale", expert_scale, logits, _CPP)
+    scale = _vector_refusal("expert_scale", expert_scale, logits, CPP_TYPES)
     if bias or scale:
         return bias or scale
     return "" if env.ROUTING_KERNEL.get() else f"{env.ROUTING_KERNEL.name} is off"

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sgl_moe_jit.jit import current_arch, load_spec, parallel
+from sgl_moe_jit.ops.cpp_types import CPP_TYPES
 from sgl_moe_jit.ops.finalize_kernel import (
-    CPP_TYPES,
     UNROLLED_TOP_K,
     WEIGHT_TYPES,
     cuda_spec,
