@@ -21,9 +21,11 @@ struct Caller {
   bool enable_pdl;
   cudaStream_t stream;
 
-  cudaError_t launch(void (*kernel)(PermuteParams), dim3 grid, int threads,
-                     const PermuteParams& p) const {
-    return host::launch_kernel(kernel, grid, static_cast<unsigned>(threads), enable_pdl, stream, p);
+  template <typename... Numbers>
+  cudaError_t launch(void (*kernel)(PermuteParams, Numbers...), dim3 grid, int threads,
+                     const PermuteParams& p, Numbers... numbers) const {
+    return host::launch_kernel(kernel, grid, static_cast<unsigned>(threads), enable_pdl, stream, p,
+                               numbers...);
   }
 };
 
@@ -88,13 +90,17 @@ cudaError_t launch_count_scan_rank(const PermuteParams& p, const Caller& caller)
   return caller.launch(rank_kernel, chunks, warps * kWarp, p);
 }
 
+// Blocks of equal parts of a row. H200, 2026-11-30, hidden 7168, top 8, cold,
+// benchmarks/results/gather_shapes.json: 17.5 us for 512 tokens in blocks of 448 threads and two
+// words, 18.7 in blocks of 128 and one word with tokens as neighbours; 140.3 and 143.4 for 4096.
 template <typename Word>
 cudaError_t launch_gather(const PermuteParams& p, const Caller& caller) {
   const int64_t words = p.row_bytes / static_cast<int64_t>(sizeof(Word));
-  return caller.launch(
-      gather_kernel<Word>,
-      grid_of(blocks_of_padding(p) + p.num_tokens, divide_up(words, kGatherThreads)),
-      kGatherThreads, p);
+  const int64_t parts = divide_up(words, kGatherWords * int64_t{kGatherMaxThreads});
+  const int64_t threads = divide_up(words, kGatherWords * parts * kWarp) * kWarp;
+  // Below 2^31 blocks: rows of several parts have 2 KB or more each.
+  return caller.launch(gather_kernel<Word>, grid_of((blocks_of_padding(p) + p.num_tokens) * parts),
+                       static_cast<int>(threads), p, static_cast<int>(parts));
 }
 
 }  // namespace

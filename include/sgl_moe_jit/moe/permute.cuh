@@ -24,7 +24,8 @@ namespace moe {
 constexpr int kIndexMaxWarps = 16;
 constexpr int kChunkMaxWarps = 8;  // 8 counters of 4 bytes: one 32-byte sector of scratch
 constexpr int kScanThreads = 256;
-constexpr int kGatherThreads = 128;
+constexpr int kGatherMaxThreads = 512;
+constexpr int kGatherWords = 2;  // of a row in a thread's registers
 // 44 KB of the 48 KB a block has without asking for more; the block scan takes its share besides.
 constexpr int kSharedCounters = 11264;
 static_assert(kSharedCounters >= kMaxExperts, "one warp's counters must fit");
@@ -134,27 +135,45 @@ __global__ void __launch_bounds__(kChunkMaxWarps* kWarp) rank_kernel(const Permu
   rank_slots(p, begin, min(p.num_slots, begin + chunk), next + warp * p.num_experts);
 }
 
-// A token (blockIdx.x) and kGatherThreads words of its row (blockIdx.y): read once, stored for each
-// of its slots. With an alignment, num_experts blocks ahead of the tokens clear an expert's padding
-// each; ahead, because they have the most rows to write.
+// Calls body(word_number, column) for each of a thread's words that is in the row.
+template <typename Body>
+__device__ __forceinline__ void for_each_column(int64_t first, int64_t words, const Body& body) {
+#pragma unroll
+  for (int w = 0; w < kGatherWords; ++w) {
+    const int64_t column = first + w * static_cast<int64_t>(blockDim.x);
+    if (column < words) body(w, column);
+  }
+}
+
+// A block a token and a part of its row: read once, stored for each of its slots. The parts of a
+// row are neighbours, so that blocks that run together write whole rows. With an alignment, the
+// blocks of num_experts rows ahead of the tokens' clear an expert's padding each; ahead, because
+// they have the most rows to write.
 template <typename Word>
-__global__ void __launch_bounds__(kGatherThreads) gather_kernel(const PermuteParams p) {
+__global__ void __launch_bounds__(kGatherMaxThreads)
+    gather_kernel(const PermuteParams p, int parts) {
   constexpr int kSlotsAhead = 4;
-  int64_t token = blockIdx.x;
-  const int64_t column = blockIdx.y * int64_t{kGatherThreads} + threadIdx.x;
+  const int in_order = static_cast<int>(blockIdx.x) / parts;
+  const int part = static_cast<int>(blockIdx.x) - in_order * parts;
+  const int64_t first = part * (int64_t{kGatherWords} * blockDim.x) + threadIdx.x;
+  const int64_t words = words_of_row<Word>(p);
+  int64_t token = in_order;
   device::pdl_wait();
   device::pdl_launch_dependents();
-  if (column >= words_of_row<Word>(p)) return;
   if (p.alignment > 1) {
-    const int e = blockIdx.x;
+    const int e = in_order;
     if (e < p.num_experts) {
-      const int32_t first_row = e > 0 ? p.expert_offsets[e - 1] : 0;
-      return clear_rows<Word>(p, first_row + p.counts[e], p.expert_offsets[e], column);
+      const int32_t filled = (e > 0 ? p.expert_offsets[e - 1] : 0) + p.counts[e];
+      const int32_t end = p.expert_offsets[e];
+      return for_each_column(
+          first, words, [&](int, int64_t column) { clear_rows<Word>(p, filled, end, column); });
     }
     token -= p.num_experts;
   }
-  const auto* source = static_cast<const char*>(p.hidden) + token * p.hidden_stride_bytes;
-  const Word word = reinterpret_cast<const Word*>(source)[column];
+  const auto* source = reinterpret_cast<const Word*>(static_cast<const char*>(p.hidden) +
+                                                     token * p.hidden_stride_bytes);
+  Word word[kGatherWords];
+  for_each_column(first, words, [&](int w, int64_t column) { word[w] = source[column]; });
   const int32_t* row_of = p.row_of + token * p.top_k;
   for (int k = 0; k < p.top_k; k += kSlotsAhead) {
     int32_t row[kSlotsAhead];
@@ -162,7 +181,9 @@ __global__ void __launch_bounds__(kGatherThreads) gather_kernel(const PermutePar
     for (int j = 0; j < kSlotsAhead; ++j) row[j] = k + j < p.top_k ? row_of[k + j] : -1;
 #pragma unroll
     for (int j = 0; j < kSlotsAhead; ++j) {
-      if (row[j] >= 0) *word_at<Word>(p, row[j], column) = word;
+      if (row[j] < 0) continue;
+      for_each_column(first, words,
+                      [&](int w, int64_t column) { *word_at<Word>(p, row[j], column) = word[w]; });
     }
   }
 }
