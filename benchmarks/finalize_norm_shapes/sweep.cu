@@ -63,13 +63,19 @@ std::vector<Candidate> candidates() {
       shape<kTopK, kFp8, 16, 1, 256, 2, kFirst>(7),  // Small
       shape<kTopK, kFp8, 16, 1, 256, 2, kFirst>(4),
       shape<kTopK, kFp8, 16, 1, 448, 2, kFirst>(2),  // Pair
+      shape<kTopK, kFp8, 16, 1, 128, 6, kLast>(7),   // Many
       shape<kTopK, kFp8, 16, 1, 512, 2, kLast>(1),   // Narrow
       shape<kTopK, kFp8, 16, 2, 256, 4, kLast>(2),   // Spread
       shape<kTopK, kFp8, 16, 2, 448, 2, kFirst>(1),
+      shape<kTopK, kFp8, 16, 2, 448, 2, kWith>(1),
       shape<kTopK, kFp8, 16, 2, 448, 2, kWith>(2),
       shape<kTopK, kFp8, 8, 1, 256, 3, kFirst>(8),
       shape<kTopK, kFp8, 16, 1, 256, 2, kFirst>(5),
       shape<kTopK, kFp8, 16, 1, 448, 2, kFirst>(3),
+      shape<kTopK, kFp8, 16, 1, 128, 6, kFirst>(7),
+      shape<kTopK, kFp8, 16, 1, 128, 6, kWith>(7),
+      shape<kTopK, kFp8, 16, 1, 128, 7, kLast>(7),
+      shape<kTopK, kFp8, 16, 1, 128, 8, kLast>(7),
       shape<kTopK, kFp8, 16, 4, 224, 4, kLast>(1),
       {"16 bytes, 256 threads, 2 blocks, in shared memory",
        moe::finalize_norm_wide_kernel<Bf16, float, kTopK, kFp8, Wide>, 8, 1, 256, 1, true},
@@ -156,10 +162,12 @@ void run(const Case& c, bool cold, int num_tokens) {
 
 template <int kTopK, bool kFp8>
 void sweep(const Case& c) {
-  for (int tokens : {1, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256}) {
+  for (int tokens :
+       {1, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 144, 160, 176, 192, 208, 224, 240, 256, 264}) {
     run<kTopK, kFp8>(c, false, tokens);
   }
-  for (int tokens : {1, 16, 64, 128, 192, 256, 512, 4096}) run<kTopK, kFp8>(c, true, tokens);
+  for (int tokens : {1, 16, 64, 128, 144, 160, 176, 192, 208, 224, 240, 256, 264, 512, 4096})
+    run<kTopK, kFp8>(c, true, tokens);
 }
 
 }  // namespace

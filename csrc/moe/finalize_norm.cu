@@ -36,6 +36,7 @@ using Tiny = NormShape<kNormLeaf, 1, 256, 3, kRowsNarrow, SidesAt::kWithRows, Cl
 using Few = OnePiece<256, 2, SidesAt::kWithRows>;
 using Small = OnePiece<256, 2, SidesAt::kFirst>;
 using Pair = OnePiece<448, 2, SidesAt::kFirst>;
+using Many = OnePiece<128, 6, SidesAt::kWeightLast>;
 // Also what the registers of one block do not hold.
 using Spread = NormShape<kBroad, 2, 256, 4, kRows, SidesAt::kWeightLast, ClusterExchange>;
 // One block a token.
@@ -151,19 +152,17 @@ bool share(const FinalizeNormParams& p, int wanted, bool enable_pdl, cudaStream_
 }
 
 // Crossovers in tokens a multiprocessor, so that other chips scale; with other widths the number of
-// blocks changes, not where it falls. H200 (132 multiprocessors), 2026-11-29 and 30, hidden 7168,
-// top 8, hot, benchmarks/results/norm_shapes.json (with hidden 4096 and 2048 too). Us:
-//   tokens      1     8    16    32    48    64    96   128   192   256
-//   Tiny, 8  1.43  1.50  1.89  2.37  3.14  3.14
-//   Few, 4   1.52  1.59  1.77  2.33  2.56  3.68
-//   Small, 7 1.49  1.56  1.81  2.19  2.54  3.59
-//   Small, 4 1.56  1.63  1.80  2.32  2.48  3.62
-//   Pair     1.96  2.12  2.20  2.40  2.57  2.68  3.96  4.05  6.86  9.48
-//   Block                                  3.54        4.11  6.68 10.23
-//   Spread                                 3.23        4.24  6.77  9.74
-// From here on memory and the L2 cache's size decide: 256 tokens move 44 MB. Cold, Pair, Block and
-// Spread take 6.93, 7.70 and 7.77 us for 128 tokens, 13.41, 11.78 and 11.91 for 256; with the
-// residual overwritten, as engines do, 8.21, 9.38 and 8.52 hot for 256.
+// blocks changes, not where it falls. H200 (132 multiprocessors), 2026-11-30, hidden 7168, top 8,
+// hot, benchmarks/results/norm_shapes.json (with hidden 4096 and 2048 too). Us:
+//   tokens      1     8    16    32    48    64    96   128   144   192   224   240   256   264
+//   Tiny, 8  1.42  1.50  1.88  2.32  3.02  3.06
+//   Few, 4   1.56  1.64  1.83  2.42  2.57  3.75
+//   Small, 7 1.44  1.51  1.78  2.19  2.58  3.72
+//   Small, 4 1.55  1.62  1.80  2.35  2.51  3.71
+//   Pair     1.93  2.07  2.16  2.40  2.53  2.70  4.06  4.06  5.67  6.97  7.59  8.17  9.63 12.77
+//   Many     1.49  1.55  1.80  2.18  2.56  2.87  4.12  4.20  5.26  6.72  7.69  7.99  8.68 12.22
+//   Block                                  3.47  3.72  4.09  6.22  6.61  9.93 11.40 10.80 10.24
+//   Spread                                 3.12  3.75  4.17  6.17  6.60  9.97 11.37 10.35 11.49
 bool launch_clusters(const FinalizeNormParams& p, int64_t num_sms, bool enable_pdl,
                      cudaStream_t stream, cudaError_t* status) {
   const int64_t tokens = p.sum.num_tokens;
@@ -173,10 +172,12 @@ bool launch_clusters(const FinalizeNormParams& p, int64_t num_sms, bool enable_p
   if (up_to(3, 10) && share<Small>(p, 7, enable_pdl, stream, status)) return true;
   if (up_to(2, 5) && share<Small>(p, 4, enable_pdl, stream, status)) return true;
   const bool narrow = fewest_blocks<Narrow>(p) == 1;
-  const bool pair = up_to(3, 5) || (!narrow && up_to(1, 1));
+  const bool second_wave = !up_to(1, 1) && up_to(3, 2);  // of one block a token, half empty
+  const bool pair = narrow ? up_to(3, 5) || second_wave : up_to(1, 1);
   if (pair && share<Pair>(p, 2, enable_pdl, stream, status)) return true;
-  const bool spread = !narrow && up_to(2, 1) && !up_to(3, 2);
-  return (spread || fewest_blocks<Block>(p) > 1) && share<Spread>(p, 2, enable_pdl, stream, status);
+  const bool many = !narrow && (kFp8 ? up_to(3, 2) : up_to(15, 8));
+  if (many && share<Many>(p, 2, enable_pdl, stream, status)) return true;
+  return fewest_blocks<Block>(p) > 1 && share<Spread>(p, 2, enable_pdl, stream, status);
 }
 #endif
 

@@ -53,6 +53,7 @@ def test_widths(hidden, fp8):
     for num_tokens in (1, 20, 70, 300):
         assert_cuda_is_cpu(make(num_tokens, 1, hidden, padded=hidden + 8), fp8)
     if hidden < 9000:
+        assert_cuda_is_cpu(make(190, 1, hidden, padded=hidden + 8), fp8)
         assert_cuda_is_cpu(make(3, 1, hidden, dtype=F32), fp8)
         assert_cuda_is_cpu(make(150, 1, hidden, dtype=F32), fp8)
 
@@ -101,7 +102,7 @@ def test_in_place_outputs(fp8):
 def test_a_token_alone_has_the_bits_it_has_in_a_batch():
     inputs = make(700, 8, 7168, device="cuda")
     want = inputs.run()
-    for begin, end in ((0, 1), (699, 700), (5, 25), (100, 160), (300, 430), (0, 256)):
+    for begin, end in ((0, 1), (699, 700), (5, 25), (100, 160), (300, 430), (450, 640), (0, 256)):
         got = inputs.tokens(begin, end).run()
         assert_same_bits(got, tuple(x[begin:end] for x in want))
 
