@@ -12,6 +12,7 @@ from sgl_moe_jit.moe.input_checks import check_states
 from sgl_moe_jit.moe.router_config import RouterConfig
 from sgl_moe_jit.moe.topk import StandardTopKOutput
 from sgl_moe_jit.moe.topk_selection import select
+from sgl_moe_jit.moe.widen import to_float32
 
 
 def router_logits(
@@ -57,7 +58,8 @@ def router_logits(
         wide = torch.promote_types(both, torch.float32)
         bias = None if gate_bias is None else gate_bias.to(wide)
         with autocast_off(device_type):
-            return linear(hidden_states.to(wide), gate_weight.to(wide), bias)
+            x = to_float32(hidden_states) if wide == torch.float32 else hidden_states.to(wide)
+            return linear(x, gate_weight.to(wide), bias)
     if both != gate_weight.dtype and not is_autocast_on(device_type):
         raise TypeError(
             f"hidden_states: expected {gate_weight.dtype} like gate_weight, got "

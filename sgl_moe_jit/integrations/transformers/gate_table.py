@@ -16,6 +16,7 @@ from torch import Tensor
 from sgl_moe_jit.errors import UnsupportedError
 from sgl_moe_jit.moe.router_config import RouterConfig
 from sgl_moe_jit.moe.routing import select_experts
+from sgl_moe_jit.moe.widen import to_float32
 from sgl_moe_jit.ops.library import can_bypass_dispatcher
 
 
@@ -39,11 +40,11 @@ class GateStyle:
     cases: tuple[dict[str, Any], ...]
 
     def logits(self, gate: Any, x: Tensor) -> Tensor:
-        """Return the logits [T, E] by the stock forward's own expression."""
+        """Return the logits [T, E] by the stock forward's own expression, bit for bit."""
         if self.in_float32:
             flat = x.view(-1, gate.hidden_dim)
             wide = gate.weight.type(torch.float32)
-            return torch.nn.functional.linear(flat.type(torch.float32), wide)
+            return torch.nn.functional.linear(to_float32(flat), wide)
         return torch.nn.functional.linear(x.reshape(-1, gate.hidden_dim), gate.weight)
 
     def bias(self, gate: Any) -> Tensor | None:
