@@ -30,6 +30,8 @@ from sgl_moe_jit.ops.permute import moe_permute
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
 GEMMS = "GEMMs alone"
 STOCK = "transformers"
+CAPTURES = 5
+"""Graphs of each provider; see ``Contest.on_cuda``."""
 _CHECKED_TOKENS = 4
 # Roundings to bfloat16 along the way, each of random sign over thousands of terms, stay well below
 # this share of a row's norm; a wrong expert or weight does not.
@@ -149,7 +151,8 @@ def bench(options: Options, contest: Contest) -> Iterator[list[Record]]:
         case, note, num_tokens = batch.case, batch.layer.describe(), len(batch.x)
         with torch.no_grad():
             chosen = options.choose(contestants(batch.stock, batch.block, batch.x))
-            outcomes = contest.on_cuda(f"{case.name}, {num_tokens} tokens", chosen)
+            shape = f"{case.name}, {num_tokens} tokens"
+            outcomes = contest.on_cuda(shape, chosen, captures=CAPTURES)
         del chosen, batch
         yield [
             Record.of("layer", case, num_tokens, "graph", name, outcome, 0, note=note)

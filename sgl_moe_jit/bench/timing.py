@@ -100,10 +100,10 @@ def capture_long(calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, int]:
     return graph, repeats * len(calls)
 
 
-def time_graphs(
+def sample_graphs(
     graphs: Mapping[str, tuple[torch.cuda.CUDAGraph, int]], rounds: int = 25, warmup: int = 3
-) -> dict[str, Timing]:
-    """Replay each provider's graph in turn.
+) -> dict[str, list[float]]:
+    """Replay each provider's graph in turn; return the microseconds of a call in each sample.
 
     Args:
         graphs: Provider -> (graph, calls in it).
@@ -117,6 +117,14 @@ def time_graphs(
             us = replay_us(graph) / calls
             if i >= warmup:
                 samples[name].append(us)
+    return samples
+
+
+def time_graphs(
+    graphs: Mapping[str, tuple[torch.cuda.CUDAGraph, int]], rounds: int = 25, warmup: int = 3
+) -> dict[str, Timing]:
+    """Summarise ``sample_graphs``."""
+    samples = sample_graphs(graphs, rounds, warmup)
     return {name: Timing.of(values) for name, values in samples.items()}
 
 

@@ -56,7 +56,7 @@ def test_records_of_every_shape(monkeypatch, subject):
                 contestant.check()
             return entered
 
-        def on_cuda(self, title, makers):
+        def on_cuda(self, title, makers, *, captures):
             return {name: Outcome(None, None) for name in self.enter(title, makers)}
 
     on_cpu = layer_cases.batches

@@ -4,13 +4,16 @@
 
 import collections
 
+import torch
+
+from sgl_moe_jit.bench import timing
 from sgl_moe_jit.bench.contest import Contest, Contestant, WrongResultError
 from sgl_moe_jit.bench.timing import Timing, copies_for_cold, time_cpu, turns
 
 
 def test_timing_quantiles_and_copies():
-    timing = Timing.of([5.0, 1.0, 3.0, 2.0, 4.0])
-    assert (timing.median_us, timing.p20_us, timing.p80_us, timing.samples) == (3.0, 2.0, 5.0, 5)
+    took = Timing.of([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert (took.median_us, took.p20_us, took.p80_us, took.samples) == (3.0, 2.0, 5.0, 5)
     assert copies_for_cold(100, 1000) == 31  # 31 * 100 bytes exceed three times 1000
     assert copies_for_cold(10_000, 1000) == 4
 
@@ -72,3 +75,32 @@ def test_a_provider_that_does_not_build_is_left_out():
     made = contest.prepare({"sgl_moe_jit": lambda: 1, "peer": broken, "torch": lambda: 3})
     assert made == {"sgl_moe_jit": 1, "torch": 3}
     assert contest.failures == ["build: peer: OSError: no such header"]
+
+
+def test_rounds_are_divided_among_several_captures(monkeypatch):
+    captured, rounds_of = [], []
+
+    def capture_long(calls):
+        captured.append(calls[0])
+        if calls[0] == "broken" and captured.count("broken") == 2:
+            raise RuntimeError("no room")
+        return object(), 1
+
+    def sample_graphs(graphs, rounds):
+        rounds_of.append((tuple(graphs), rounds))
+        return {name: [float(len(rounds_of))] * rounds for name in graphs}
+
+    monkeypatch.setattr(timing, "capture_long", capture_long)
+    monkeypatch.setattr(timing, "sample_graphs", sample_graphs)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    names = ("a", "b", "broken")
+    makers = {name: lambda name=name: Contestant([name], lambda: None) for name in names}
+    fair = Contest(rounds=5)
+    outcomes = fair.on_cuda("shape", makers, captures=3)
+    # Each comes first once; whoever fails later on is out, and the others go on.
+    assert captured == ["a", "b", "broken", "b", "broken", "a", "b", "a"]
+    assert [rounds for _, rounds in rounds_of] == [2, 2, 2]
+    assert {name: outcome.timing.samples for name, outcome in outcomes.items()} == {"a": 6, "b": 6}
+    assert outcomes["a"].timing.median_us == 2.0
+    assert fair.failures == ["shape: broken: RuntimeError: no room"]
