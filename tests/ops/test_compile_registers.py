@@ -48,6 +48,7 @@ def shortened(lines: list[str], most: int = 30) -> str:
 
 
 @needs_nvcc
+@pytest.mark.timeout(1800)  # run by itself, it compiles every batch
 def test_no_kernel_takes_more_registers_than_recorded(batch_builds, record_property):
     compiler, recorded = compile_report.read_text(compile_report.FILE.read_text(encoding="utf-8"))
     if compiler != compile_report.release():
