@@ -127,7 +127,7 @@ DEFERRED_FINALIZE_MAX_TOKENS: EnvVar[int] = EnvVar(
     "`SharedExpertMoEBlock` defers up to so many tokens a call. 0 or less: no cap.",
 )
 # The layers of DeepSeek-V3, Kimi K2 and GLM-4.5 on an H200 (2026-11-30, layer.json): the second
-# stream saved 13 to 28 us up to 64 tokens; at 128 it saved one of them 11 and cost two 20 and 24.
+# stream saved 12 to 26 us up to 64 tokens; at 128 it saved one of them 11 and cost two 22 and 29.
 DUAL_STREAM_MAX_TOKENS: EnvVar[int] = EnvVar(
     "SGL_MOE_JIT_DUAL_STREAM_MAX_TOKENS",
     64,
