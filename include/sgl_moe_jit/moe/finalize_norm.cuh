@@ -102,15 +102,14 @@ __global__ void __launch_bounds__(Shape::kMaxThreads,
       if (Shape::kSidesAt != SidesAt::kWeightLast) norm_weight[j] = row.norm_weight(j * step);
     }
     row.add(j * step, sides[j], s[j]);
-    if (Shape::kSidesAt == SidesAt::kWeightLast && j + 1 == kPieces) {
-      // The rows' registers are free now, and the exchange takes as long as this.
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) norm_weight[i] = row.norm_weight(i * step);
-    }
     exchange.put(0, first_slot + j * num_warps, warp_sum(sum_of_squares(s[j])));
     row.store_sum(j * step, s[j]);
   }
   const float total = total_of<kColumns>(exchange.wait(0), num_slots);
+  if constexpr (Shape::kSidesAt == SidesAt::kWeightLast) {
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) norm_weight[j] = row.norm_weight(j * step);
+  }
   const float inv = math::inverse_rms(total, p.sum.hidden_dim, p.eps);
 #pragma unroll
   for (int j = 0; j < kPieces; ++j) {
