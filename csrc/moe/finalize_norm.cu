@@ -153,16 +153,22 @@ bool share(const FinalizeNormParams& p, int wanted, bool enable_pdl, cudaStream_
 
 // Crossovers in tokens a multiprocessor, so that other chips scale; with other widths the number of
 // blocks changes, not where it falls. H200 (132 multiprocessors), 2026-11-30, hidden 7168, top 8,
-// hot, benchmarks/results/norm_shapes.json (with hidden 4096 and 2048 too). Us:
-//   tokens      1     8    16    32    48    64    96   128   144   192   224   240   256   264
-//   Tiny, 8  1.42  1.50  1.88  2.32  3.02  3.06
-//   Few, 4   1.56  1.64  1.83  2.42  2.57  3.75
-//   Small, 7 1.44  1.51  1.78  2.19  2.58  3.72
-//   Small, 4 1.55  1.62  1.80  2.35  2.51  3.71
-//   Pair     1.93  2.07  2.16  2.40  2.53  2.70  4.06  4.06  5.67  6.97  7.59  8.17  9.63 12.77
-//   Many     1.49  1.55  1.80  2.18  2.56  2.87  4.12  4.20  5.26  6.72  7.69  7.99  8.68 12.22
-//   Block                                  3.47  3.72  4.09  6.22  6.61  9.93 11.40 10.80 10.24
-//   Spread                                 3.12  3.75  4.17  6.17  6.60  9.97 11.37 10.35 11.49
+// benchmarks/results/norm_shapes.json (with hidden 4096 and 2048 too). Us, hot:
+//   tokens      1     8    16    32    48    64    96   128   144   192   224   240   256
+//   Tiny, 8  1.44  1.51  1.89  2.34  3.03  3.08
+//   Few, 4   1.58  1.66  1.85  2.45  2.58  3.78
+//   Small, 7 1.46  1.53  1.80  2.21  2.59  3.76
+//   Small, 4 1.56  1.63  1.82  2.38  2.53  3.73
+//   Pair     1.95  2.08  2.19  2.42  2.54  2.71  4.08  4.09  5.69  7.00  7.64  8.33  9.90
+//   Many     1.50  1.57  1.82  2.20  2.58  2.88  4.16  4.22  5.29  6.74  7.72  8.03  8.80
+//   Block                                  3.48  3.74  4.12  6.24  6.63  9.54 11.52 10.78
+//   Spread                                 3.13  3.77  4.20  6.21  6.62  9.57 11.50 10.30
+// and cold:
+//   Pair                                   4.82        6.89  9.00 11.03 12.27 12.88 13.53
+//   Many                                   4.64        6.85  8.02 10.59 11.93 12.56 13.21
+//   Block                                  5.06        7.60 10.30 11.37 11.92 12.11 11.72
+// From 2 tokens a multiprocessor on Block fills the chip at once. With FP8 output Many has nothing
+// over it from 1.5 on.
 bool launch_clusters(const FinalizeNormParams& p, int64_t num_sms, bool enable_pdl,
                      cudaStream_t stream, cudaError_t* status) {
   const int64_t tokens = p.sum.num_tokens;

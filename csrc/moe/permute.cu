@@ -91,8 +91,8 @@ cudaError_t launch_count_scan_rank(const PermuteParams& p, const Caller& caller)
 }
 
 // Blocks of equal parts of a row. H200, 2026-11-30, hidden 7168, top 8, cold,
-// benchmarks/results/gather_shapes.json: 17.5 us for 512 tokens in blocks of 448 threads and two
-// words, 18.7 in blocks of 128 and one word with tokens as neighbours; 140.3 and 143.4 for 4096.
+// benchmarks/results/gather_shapes.json: 18.3 us for 512 tokens in blocks of 448 threads and two
+// words, 19.1 in blocks of 128 and one word with tokens as neighbours; 140.8 and 143.6 for 4096.
 template <typename Word>
 cudaError_t launch_gather(const PermuteParams& p, const Caller& caller) {
   const int64_t words = p.row_bytes / static_cast<int64_t>(sizeof(Word));
