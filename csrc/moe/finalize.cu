@@ -35,8 +35,9 @@ using Large = FinalizeShape<kValues<16>, 128, kTopK == 0 ? 6 : kTopK == 10 ? 7 :
 
 // Crossovers in 16-byte vectors of output that a multiprocessor has to make, so that other widths
 // and chips scale. H200 (132 multiprocessors), 2026-11-29, benchmarks/results/finalize_shapes.json.
-// Of hidden 7168 and top 8: Tiny to 8 tokens, Small to 35, Middle to 161. With few rows a block is
-// over sooner and starting blocks weighs more, so the narrow shapes end earlier.
+// Of hidden 7168 and top 8: Tiny to 8 tokens, Small to 35, Middle to 162 where it suits (see
+// below): 67 to 95 and from 133 on go to Large, 96 to 110 to Small. With few rows a block is over
+// sooner and starting blocks weighs more, so the narrow shapes end earlier.
 constexpr int64_t kSlots = kTopK == 0 ? 8 : kTopK;
 constexpr int64_t kTinyLimit = kSlots < 4 ? 10 * kSlots : 60;
 constexpr int64_t kSmallLimit = kSlots < 4 ? 40 + 60 * kSlots : 240;

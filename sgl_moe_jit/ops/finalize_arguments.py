@@ -28,7 +28,8 @@ def check_int(name: str, x: object, expected: str) -> None:
         raise TypeError(f"{name}: expected an int, got {type(x).__name__}")
     if type(x) is int and not -(2**63) <= x < 2**63:
         # Not the number itself: Python refuses to write out more than some 4300 digits.
-        raise ValueError(f"{name}: expected {expected}, got an int of {x.bit_length()} bits")
+        bits = (x if x >= 0 else ~x).bit_length() + 1  # with its sign
+        raise ValueError(f"{name}: expected {expected}, got an int of {bits} bits")
 
 
 def check_kinds(

@@ -24,6 +24,7 @@ MAX_EXPERTS = 4096
 """Most experts one call can sort by: one warp's counters must fit in shared memory."""
 MAX_ALIGNMENT = 1024
 _MAX_ROWS = 2**31 - 1
+_MAX_COLUMNS = 65535 * 128  # as in permute_checks.h
 _MAX_TOP_K_OF_FINALIZE = 64
 
 
@@ -49,6 +50,10 @@ def _check(hidden_states: Tensor, topk_ids: Tensor, num_experts: int, alignment:
     if hidden_states.dim() != 2:
         raise ValueError(
             f"hidden_states: expected [num_tokens, hidden_dim], got {tuple(hidden_states.shape)}"
+        )
+    if hidden_states.shape[1] > _MAX_COLUMNS:
+        raise ValueError(
+            f"hidden_states: expected at most {_MAX_COLUMNS} columns, got {hidden_states.shape[1]}"
         )
     if topk_ids.dim() != 2 or topk_ids.shape[0] != hidden_states.shape[0]:
         raise ValueError(

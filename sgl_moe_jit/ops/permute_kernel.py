@@ -33,8 +33,8 @@ class PermutePath(enum.IntEnum):
 
 
 # Most slots for which each path is taken. One launch was quickest at every size that it has room
-# for: 2.6 against 5.0 us at 256 slots, 11.2 against 14.1 at 2048, 23.8 against 26.3 at 4096 (hidden
-# 7168, 256 experts, H200, 2026-11-29, benchmarks/results/permute.json). So two launches serve only
+# for: 2.6 against 6.0 us at 256 slots, 11.1 against 13.7 at 2048, 23.5 against 25.1 at 4096 (hidden
+# 7168, 256 experts, H200, 2026-11-30, benchmarks/results/permute.json). So two launches serve only
 # more experts or a larger top_k than it takes.
 _ONE_LAUNCH_SLOTS = 4096
 _TWO_LAUNCHES_SLOTS = 4096

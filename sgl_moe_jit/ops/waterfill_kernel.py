@@ -33,8 +33,8 @@ class WaterfillPath(enum.IntEnum):
 
 _CHUNK_ROWS = 256
 # What one block is given; in waterfill_params.h what it can take. In one launch and in three, top 8
-# over 32 ranks on an H200 (2026-11-30, benchmarks/results/waterfill.json): 6.6 and 9.1 us for 512
-# rows, 10.1 and 9.0 for 1024.
+# over 32 ranks on an H200 (2026-11-30, benchmarks/results/waterfill.json): 5.5 and 8.3 us for 512
+# rows; 1024 take 8.3 in three, and took 10.1 in one in a run before.
 _ONE_BLOCK_ROWS = {"exact": 768, "exact_restricted": _CHUNK_ROWS, "sampled": 768}
 _ONE_BLOCK_IDS = 8192
 # int64 items of a WaterfillPlan.

@@ -59,6 +59,14 @@ def test_widths(hidden, fp8):
 
 
 @on_both
+# One block a token: a row in registers, and one that only shared memory holds.
+@pytest.mark.parametrize(("num_tokens", "hidden"), [(300, 2880), (300, 3584), (3, 20480)])
+def test_float32_rows_of_one_block(num_tokens, hidden, fp8):
+    assert_cuda_is_cpu(make(num_tokens, 1, hidden, dtype=F32), fp8)
+    assert_cuda_is_cpu(make(num_tokens, 8, hidden, dtype=F32, gate=F32), fp8)
+
+
+@on_both
 @pytest.mark.parametrize("top_k", [1, 2, 3, 4, 6, 8, 10, 16, 33, 64])
 def test_top_k(top_k, fp8):
     for num_tokens, hidden in ((1, 2048), (50, 1024), (50, 515), (300, 1024)):

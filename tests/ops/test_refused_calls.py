@@ -7,6 +7,7 @@ Sizes come from strides of 0. Were the output made first, torch's words about me
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_moe_jit.ops import (
@@ -19,6 +20,7 @@ from sgl_moe_jit.ops import (
     silu_and_mul,
     waterfill_topk_with_shared_expert,
 )
+from sgl_moe_jit.ops.finalize_arguments import check_factor
 
 
 def vast(rows, columns, *, side_by_side=True, dtype=torch.float32):
@@ -70,7 +72,8 @@ IDS = vast(2**24, 8, dtype=torch.int32)
             "topk_ids: expected int32 or int64",
         ),
         (vast(2**24, 2**20, side_by_side=False), IDS, ValueError, "hidden_states: expected adja"),
-        (vast(2**24, 2**24, side_by_side=False), IDS, ValueError, "hidden_states: expected adja"),
+        (vast(2**24, 2**22, side_by_side=False), IDS, ValueError, "hidden_states: expected adja"),
+        (vast(2**24, 2**24), IDS, ValueError, "hidden_states: expected at most 8388480 columns"),
     ],
 )
 def test_permute(way, monkeypatch, x, ids, kind, text):
@@ -126,3 +129,14 @@ def test_count(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "contiguous", None)
     with pytest.raises(TypeError, match="topk_ids: expected int32 or int64"):
         count_tokens_per_rank(vast(2**26, 7), 8, 4, 0)
+
+
+def test_permute_refuses_in_a_trace_what_it_refuses_in_a_call():
+    with FakeTensorMode(), pytest.raises(ValueError, match="at most 8388480 columns"):
+        moe_permute(torch.zeros(1, 8388481), torch.zeros(1, 1, dtype=torch.int32), 1)
+
+
+@pytest.mark.parametrize(("factor", "bits"), [(2**63, 65), (-(2**63) - 1, 65), (2**200, 202)])
+def test_the_bits_of_a_refused_int_count_its_sign(factor, bits):
+    with pytest.raises(ValueError, match=f"at most 64 bits, got an int of {bits} bits"):
+        check_factor(factor)

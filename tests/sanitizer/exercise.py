@@ -71,6 +71,10 @@ def finalize_norm() -> int:
         x = norm_cases.make(num_tokens, 8, hidden, gate=BF16)
         norm_cases.assert_same_bits(x.to("cuda").run(True), x.run(True))
         count += 1
+    for num_tokens, hidden in ((270, 2880), (3, 20480)):  # of float32, in one block each
+        x = norm_cases.make(num_tokens, 3, hidden, dtype=F32)
+        norm_cases.assert_same_bits(x.to("cuda").run(), x.run())
+        count += 1
     return count
 
 

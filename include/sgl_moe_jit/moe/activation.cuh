@@ -20,6 +20,7 @@
 namespace sgl_moe_jit {
 namespace moe {
 
+// Not swept: 403 MB took 103 us in a layer of 4096 tokens, 3.9 TB/s (H200, 2026-11-30, profiler).
 constexpr int kActivationThreads = 128;
 
 // A row (blockIdx.x) and kActivationThreads stretches of kVec of its columns (blockIdx.y). kVec = 1
