@@ -242,6 +242,8 @@ def _check_group(group: dist.ProcessGroup | None, layout: EpLayout, rank: int) -
             "group: expected an initialised torch.distributed for dynamic=True, got none; call "
             "torch.distributed.init_process_group first"
         )
+    if not isinstance(group, (dist.ProcessGroup, type(None))):
+        raise TypeError(f"group: expected a ProcessGroup or None, got {type(group).__name__}")
     size, place = dist.get_world_size(group), dist.get_rank(group)
     if (size, place) != (layout.ep_size, rank):
         raise ValueError(

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit.ep.deepep_contract import broken, parts_of, tensor_of
-from sgl_moe_jit.ep.dispatch_checks import check_arguments, check_least, checked_sums
+from sgl_moe_jit.ep.dispatch_checks import (
+    check_arguments,
+    check_ids_below,
+    check_least,
+    checked_sums,
+)
 from sgl_moe_jit.ep.layout import may_read
 from sgl_moe_jit.errors import UnsupportedError
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
@@ -163,6 +168,7 @@ class DeepEPDispatcher:
                 f"hidden_states: expected at most {self._limit} tokens, "
                 f"num_max_dispatch_tokens_per_rank, got {num_tokens}"
             )
+        check_ids_below(topk_ids, self._num_experts)
         ids = topk_ids.to(self._ids_dtype)
         if num_tokens == 0:
             hidden_states = hidden_states.new_zeros((1, hidden_states.shape[1]))

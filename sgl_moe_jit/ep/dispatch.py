@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sgl_moe_jit.ep.dispatch_checks import (
     DTYPES,
+    as_sent,
     check_arguments,
     check_capacity,
     check_least,
@@ -247,7 +248,8 @@ class TorchDispatcher:
             ``sum_at="experts"``.
 
         Raises:
-            TypeError: ``expert_output`` is of the other kind.
+            TypeError: ``expert_output`` is of the other kind, or of a dtype that the dispatched
+                rows' does not hold exactly.
             ValueError: it is of another size.
         """
         way: _Way = dispatched.handle
@@ -255,6 +257,7 @@ class TorchDispatcher:
             rows = rows_of_pairs(expert_output, dispatched, way.send)
         else:
             rows = checked_sums(expert_output, dispatched)
+        rows = as_sent(rows, dispatched.hidden_states.dtype)
         returned = self._transport.exchange(rows, way.send, way.receive)
         return DeferredFinalizeOutput(returned, way.weights, way.index, way.index.shape[1])
 

@@ -35,7 +35,7 @@ def check_arguments(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tenso
 
     Raises:
         TypeError: a kind or a dtype.
-        ValueError: a shape.
+        ValueError: a shape or a device.
     """
     for name, x in (
         ("hidden_states", hidden_states),
@@ -44,6 +44,11 @@ def check_arguments(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tenso
     ):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+        if x.device != hidden_states.device:
+            raise ValueError(
+                f"{name}: expected device {hidden_states.device} of hidden_states, got {x.device}; "
+                "move it with .to()"
+            )
     if hidden_states.dtype not in DTYPES:
         raise TypeError(
             f"hidden_states: expected bfloat16, float16 or float32, got {hidden_states.dtype}"
@@ -91,6 +96,15 @@ def check_capacity(topk_ids: Tensor, max_tokens: int, total: int) -> None:
             f"hidden_states: expected at most max_tokens_per_rank, {max_tokens} tokens, got "
             f"{topk_ids.shape[0]}"
         )
+    check_ids_below(topk_ids, total)
+
+
+def check_ids_below(topk_ids: Tensor, total: int) -> None:
+    """Check ids against the slots of all ranks where they may be read; see ``may_read``.
+
+    Raises:
+        ValueError: an id out of range.
+    """
     if may_read(topk_ids) and topk_ids.numel() and int(topk_ids.max()) >= total:
         raise ValueError(
             f"topk_ids: expected ids below {total}, ep_size * num_local_experts, got "
@@ -118,6 +132,22 @@ def checked_sums(
             f"expert_output: expected {tuple(expected)}, got {tuple(expert_output.shape)}"
         )
     return expert_output
+
+
+def as_sent(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows in the dtype that was dispatched: the other ranks count on its bytes.
+
+    Raises:
+        TypeError: they would have to be rounded.
+    """
+    if rows.dtype == dtype:
+        return rows
+    if not rows.is_floating_point() or torch.promote_types(rows.dtype, dtype) != dtype:
+        raise TypeError(
+            f"expert_output: expected {dtype} like the dispatched rows, got {rows.dtype}; convert "
+            "it with .to()"
+        )
+    return rows.to(dtype)
 
 
 def rows_of_pairs(

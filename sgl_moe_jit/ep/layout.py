@@ -172,6 +172,7 @@ class EpLayout:
                 and from 0 again in the redundant ones.
 
         Raises:
+            TypeError: the table is no sequence of ints.
             ValueError: there is no such rank; or the table is not E long, names an expert that is
                 none, or leaves one out.
         """
@@ -179,7 +180,7 @@ class EpLayout:
         if physical_to_logical is None:
             table = [slot % self.num_experts for slot in range(self.num_physical)]
         else:
-            table = [operator.index(expert) for expert in physical_to_logical]
+            table = _table_of(physical_to_logical)
             if len(table) != self.num_physical or {*table} != {*range(self.num_experts)}:
                 raise ValueError(
                     f"physical_to_logical: expected {self.num_physical} entries that name each of "
@@ -267,6 +268,16 @@ def check_ids(ids: Tensor, bound: int) -> None:
         raise TypeError(f"ids: expected int32 or int64, got {ids.dtype}; convert with .to")
     if ids.numel() and may_read(ids):
         _check_bound(int(ids.max()), bound)
+
+
+def _table_of(physical_to_logical: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(expert) for expert in physical_to_logical]
+    except TypeError as error:
+        raise TypeError(
+            f"physical_to_logical: expected a sequence of ints, got "
+            f"{type(physical_to_logical).__name__} ({error})"
+        ) from error
 
 
 def may_read(ids: Tensor) -> bool:

@@ -68,6 +68,9 @@ class SharedExpertFusionConfig:
                 raise TypeError(f"{name}: expected a bool, got {getattr(self, name)!r}")
         if not isinstance(self.obstacle, str):
             raise TypeError(f"obstacle: expected a str, got {self.obstacle!r}")
+        for name in ("routed_quantization", "shared_quantization"):
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise TypeError(f"{name}: expected a str or None, got {getattr(self, name)!r}")
         for name, least in (("ep_size", 1), ("num_shared_experts", 0)):
             check_int(name, getattr(self, name), "an int of at most 64 bits")
             if getattr(self, name) < least:
@@ -255,7 +258,7 @@ def fused_shared_expert_weight(
         1, or ``1 / routed_scaling_factor`` when it comes later; divided by ``all_reduce_ep_size``.
 
     Raises:
-        TypeError: the factor or the ranks are no numbers.
+        TypeError: the factor or the ranks are no numbers, or ``already_in_topk_weights`` no bool.
         ValueError: the factor is negative, not finite or has no finite inverse, or there are no
             ranks.
     """
@@ -266,6 +269,10 @@ def fused_shared_expert_weight(
     if not isinstance(given, (float, int, type(None))):
         raise TypeError(
             f"routed_scaling_factor: expected a number or None, got {type(given).__name__}"
+        )
+    if not isinstance(already_in_topk_weights, bool):
+        raise TypeError(
+            f"already_in_topk_weights: expected a bool, got {already_in_topk_weights!r}"
         )
     factor = float(routed_scaling_factor or 1.0)
     if not (factor > 0 and math.isfinite(factor) and math.isfinite(1.0 / factor)):

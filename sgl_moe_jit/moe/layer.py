@@ -107,12 +107,14 @@ class FusedMoE(ExpertParameters, MoELayer):
                 the class.
 
         Raises:
-            TypeError: ``block`` is not a module.
+            TypeError: ``block`` is not a module, or ``fuse_shared`` no bool.
             UnsupportedError: the block is not known, has hooks, or its shared experts cannot be
                 slots (a gate, another width, activation or dtype); says why.
             ValueError: rank, size and experts do not fit; see :class:`EpLayout`.
             ImportError: transformers is missing or too old.
         """
+        if not isinstance(fuse_shared, bool):
+            raise TypeError(f"fuse_shared: expected a bool, got {fuse_shared!r}")
         loader = loader_of("transformers")
         return loader(cls, block, ep_rank, ep_size, fuse_shared, **options)
 

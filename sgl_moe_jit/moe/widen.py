@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from sgl_moe_jit.ops.library import can_bypass_dispatcher
 
@@ -25,6 +26,7 @@ def to_float32(x: Tensor) -> Tensor:
     Returns:
         float32 of the same shape; ``x`` itself if it is float32. A NaN may be another NaN.
     """
-    if x.dtype in _HALF and x.is_cuda and x.is_contiguous() and can_bypass_dispatcher(x):
+    plain = can_bypass_dispatcher(x) and forward_ad._current_level < 0
+    if plain and x.dtype in _HALF and x.is_cuda and x.is_contiguous():
         return torch.mul(x, 1.0, out=torch.empty_like(x, dtype=torch.float32))
     return x.float()

@@ -206,6 +206,21 @@ def test_what_the_buffer_was_not_made_for_is_not_sent(
         raise errors[0]
 
 
+def test_an_id_of_no_rank_is_not_sent(monkeypatch):
+    def call(group):
+        buffer = FakeBuffer(group)
+        try:
+            ids = torch.tensor([[0, 1], [2, 1]], dtype=torch.int32)
+            x, weights = torch.ones(2, H, dtype=BF16), torch.ones(2, 2)
+            DeepEPDispatcher(buffer, 2).dispatch(x, ids, weights)
+        finally:
+            assert not buffer.calls
+
+    _, errors, _ = run_ranks(monkeypatch, 1, call)
+    with pytest.raises(ValueError, match="topk_ids: expected ids below 2, ep_size"):
+        raise errors[0]
+
+
 def test_experts_answer_in_bfloat16(monkeypatch):
     def call(group):
         dispatcher = DeepEPDispatcher(FakeBuffer(group), 2)

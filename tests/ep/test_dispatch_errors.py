@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``TorchDispatcher`` refuses: alone before anything is sent, or on all ranks together."""
 
+import dataclasses
 import threading
 
 import pytest
@@ -101,6 +102,8 @@ def test_arguments_that_do_not_go_together(monkeypatch, arguments, kind, text):
         (lambda x, i, w: (x, i[:, :0], w[:, :0]), ValueError, r"topk_ids: expected \[3, 1 to 64"),
         (lambda x, i, w: (x, i, w.bfloat16()), TypeError, "topk_weights: expected float32, got"),
         (lambda x, i, w: (x, i, w[:, :1]), ValueError, r"topk_weights: expected \(3, 2\), got"),
+        (lambda x, i, w: (x, i.to("meta"), w), ValueError, "topk_ids: expected device cpu of hid"),
+        (lambda x, i, w: (x, i, w.to("meta")), ValueError, "topk_weights: expected device cpu o"),
     ],
 )
 def test_a_bad_argument_sends_no_row_and_the_others_do_not_wait(monkeypatch, change, kind, text):
@@ -152,6 +155,9 @@ def test_the_experts_have_to_answer_in_the_form_asked_for(monkeypatch):
         index = torch.zeros(1, 2, dtype=torch.int32)
         return DeferredFinalizeOutput(rows.hidden_states, None, index, 2)
 
+    def doubled(output):
+        return dataclasses.replace(output, gemm2_out=output.gemm2_out.double())
+
     source, experts = MODES[:2]
     with pytest.raises(TypeError, match=r"expected a DeferredFinalizeOutput, .*defer=True"):
         answer(source, lambda rows: rows.hidden_states)
@@ -159,6 +165,10 @@ def test_the_experts_have_to_answer_in_the_form_asked_for(monkeypatch):
         answer(experts, lambda rows: fake_experts(rows, 0, True))
     with pytest.raises(ValueError, match=r"expert_output: expected \(\d, 8\), got \(\d, 4\)"):
         answer(experts, lambda rows: rows.hidden_states[:, :4])
+    with pytest.raises(TypeError, match=r"expected torch\.float32 like the dispatched rows"):
+        answer(experts, lambda rows: rows.hidden_states.double())
+    with pytest.raises(TypeError, match=r"expected torch\.float32 like the dispatched rows"):
+        answer(source, lambda rows: doubled(fake_experts(rows, 0, True)))
     with pytest.raises(ValueError, match="expected a row for each slot that was dispatched"):
         answer(source, no_rows)
     with pytest.raises(ValueError, match="expected an index of 6 slots"):

@@ -183,6 +183,12 @@ def test_a_table_that_is_none_is_refused(table):
         EpLayout(4, 2, 2, 1).slot_sources(0, table)
 
 
+@pytest.mark.parametrize("table", ["abc", 5, [0, 1.5]])
+def test_a_table_of_something_else_is_refused_by_name(table):
+    with pytest.raises(TypeError, match="physical_to_logical: expected a sequence of ints, got"):
+        EpLayout(4, 2, 2, 1).loader_map(0, table)
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

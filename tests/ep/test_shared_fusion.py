@@ -202,6 +202,7 @@ def test_waterfill_from_the_environment(monkeypatch):
         ({"num_shared_experts": -1}, ValueError, "num_shared_experts: expected at least 0"),
         ({"enable_waterfill": 1}, TypeError, "enable_waterfill: expected a bool, got 1"),
         ({"two_batch_overlap": "no"}, TypeError, "two_batch_overlap: expected a bool, got 'no'"),
+        ({"routed_quantization": 5}, TypeError, "routed_quantization: expected a str or None, go"),
     ],
 )
 def test_nonsense_is_refused(options, error, message):

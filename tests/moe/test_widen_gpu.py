@@ -4,6 +4,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from sgl_moe_jit.moe.widen import to_float32
 
@@ -43,3 +44,10 @@ def test_a_graph_captures_it():
     x.normal_()
     graph.replay()
     assert torch.equal(y, x.float())
+
+
+def test_forward_mode_goes_through_torchs_cast():
+    x = torch.randn(6, 8, device="cuda", dtype=torch.bfloat16)
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(to_float32(forward_ad.make_dual(x, x)))
+    assert torch.equal(dual.tangent, x.float())

@@ -115,6 +115,7 @@ def load_slice(
         except (TypeError, ValueError) as error:
             raise UnsupportedError(f"{describe(block)}: {error}; pass fuse_shared=False") from None
     layout = EpLayout(weights.num_experts, num_redundant, ep_size, num_shared)
+    layout.check_rank(ep_rank, "ep_rank")
     sources = layout.slot_sources(ep_rank, physical_to_logical)
     slots = take_slots(weights, sources[: layout.num_local_routed], mlp)
     return cls(slots, num_fused_shared_experts=num_shared, **options)
