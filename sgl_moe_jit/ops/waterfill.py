@@ -116,7 +116,9 @@ def waterfill_topk_with_shared_expert(
     - ``exact_restricted``: only ranks that the token goes to anyway, so that no token is sent
       anywhere more often. One greedy pass over chunks of 256 rows, to the lowest load: no bound
       that holds for all inputs, but at most 1.02 of the best choice there is, or one token, on
-      routings tried (uniform and skewed, 2 to 72 ranks, top_k 1 to 8).
+      routings tried (uniform and skewed; top_k 6 and 8 on 2 to 72 ranks, 4 on 16, 2 on 8). With
+      two experts a token on more ranks there is less to choose from: up to 1.06 on 32 and 1.10 on
+      64.
     - ``sampled``: sglang 0.5.23's rule, bit for bit: a hash of row and source draws a rank with a
       chance by how far it is below the level. Loads scatter around the level.
 
