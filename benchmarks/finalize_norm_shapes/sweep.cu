@@ -77,6 +77,9 @@ std::vector<Candidate> candidates() {
       shape<kTopK, kFp8, 16, 1, 128, 7, kLast>(7),
       shape<kTopK, kFp8, 16, 1, 128, 8, kLast>(7),
       shape<kTopK, kFp8, 16, 4, 224, 4, kLast>(1),
+      shape<kTopK, kFp8, 8, 1, 256, 3, kWith>(4),   // Tiny, Few and Small where a row is
+      shape<kTopK, kFp8, 16, 1, 256, 2, kWith>(2),  // worth no more blocks
+      shape<kTopK, kFp8, 16, 1, 256, 2, kFirst>(2),
       {"16 bytes, 256 threads, 2 blocks, in shared memory",
        moe::finalize_norm_wide_kernel<Bf16, float, kTopK, kFp8, Wide>, 8, 1, 256, 1, true},
   };

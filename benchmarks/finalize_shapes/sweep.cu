@@ -171,6 +171,7 @@ int main(int argc, char** argv) {
   if (argc > 1) commit = argv[1];
   std::printf("[");
   sweep<8>({"deepseek-v3", 7168, 7168, 8});
+  run<8>({"deepseek-v3", 7168, 7168, 8}, true, 16384);
   sweep<8>({"glm-4.5", 5120, 5120, 8});
   sweep<8>({"qwen3-235b", 4096, 4096, 8});
   sweep<8>({"qwen3-30b", 2048, 2048, 8});

@@ -3,12 +3,15 @@
 """``SharedExpertMoEBlock``'s values: against float64, with hooks, adapters, gradients, autocast."""
 
 import copy
+import functools
 import pickle
 
 import pytest
 import torch
 
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
+from sgl_moe_jit.moe.router import Router
+from sgl_moe_jit.moe.router_config import RouterConfig
 from tests.moe.layer_cases import E, FakeRunner, H, Mlp, TopKGate, logged_block, make_layer
 from tests.moe.runner_cases import BF16, DEVICES, F32, make_input, oracle
 
@@ -162,6 +165,25 @@ def test_autocast(dtype, x_dtype):
     assert (out - want).abs().max() <= 2.0**-6 * want.abs().max()
     # as torch promotes routed (input's dtype) plus shared (autocast's)
     assert out.dtype == (BF16 if x_dtype == BF16 else F32)
+
+
+@torch.no_grad()
+def test_padded_rows_get_no_expert_and_disturb_nobody():
+    """As docs/integration.md has it: the router knows the number of tokens."""
+    config = RouterConfig(E, 2, "softmax", renormalize=True)
+    router = Router(config, H, dtype=F32)
+    torch.nn.init.normal_(router.weight)
+    shared, layer = Mlp(), make_layer()
+    x = make_input(6)
+    want = SharedExpertMoEBlock(router, layer, shared)(x)
+    count = torch.tensor(4)
+    gate = functools.partial(router, num_token_non_padded=count)
+    for rest in (x[4:], torch.full_like(x[4:], float("nan"))):
+        for defer in (True, False):
+            padded = torch.cat((x[:4], rest))
+            got = SharedExpertMoEBlock(gate, layer, shared)(padded, defer=defer)
+            torch.testing.assert_close(got[:4], want[:4])  # an expert's GEMM has fewer rows
+            assert torch.equal(got[4:].nan_to_num(7.0), shared(padded)[4:].nan_to_num(7.0))
 
 
 @torch.no_grad()
