@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documents say nothing that does not run: their code, the files and names they mention."""
 
+import json
 import re
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def test_the_table_of_refusals_names_every_check():
     from tests.moe.test_block_gates import FACTS, make_plan
 
     text = (ROOT / "docs/deferral.md").read_text(encoding="utf-8")
-    table = re.findall(r"^\| ([a-z_ ]+) \|", text, re.MULTILINE)
+    section = text.partition("## When it does not happen")[2]
+    table = re.findall(r"^\| ([a-z_ ]+) \|", section, re.MULTILINE)
     checks = [check.name for check in make_plan(FACTS).deferral_checks]
     assert table == ["check", *checks, "memory"]
 
@@ -58,3 +60,23 @@ def test_the_simulators_tables_are_those_of_the_committed_results():
     text = (ROOT / "docs/expert_parallel.md").read_text(encoding="utf-8")
     assert text.count(":begin -->") == 3
     assert render(text, ROOT / "benchmarks/results") == text
+
+
+def test_what_deferral_saves_is_what_the_results_say():
+    rows = json.loads((ROOT / "benchmarks/results/layer.json").read_text(encoding="utf-8"))
+    took = {(r["case"], r["num_tokens"], r["provider"]): r["median_us"] for r in rows}
+
+    def cell(case, tokens, streams):
+        deferred = f"sgl_moe_jit, {streams}"
+        without = took[case, tokens, f"{deferred}, not deferred"]
+        saved = without - took[case, tokens, deferred]
+        return f"{saved:.1f} ({100 * saved / without:.1f} %)"
+
+    text = (ROOT / "docs/deferral.md").read_text(encoding="utf-8")
+    for tokens in (1, 2, 4, 8, 16, 32, 64, 128):
+        cells = [
+            cell(case, tokens, streams)
+            for case in ("deepseek-v3", "kimi-k2", "glm-4.5")
+            for streams in ("two streams", "one stream")
+        ]
+        assert f"| {tokens} | {' | '.join(cells)} |" in text
