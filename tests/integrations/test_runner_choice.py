@@ -9,6 +9,8 @@ import pickle
 
 import pytest
 import torch
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from sgl_moe_jit.integrations.transformers import fuse_shared_experts as fuse
 from sgl_moe_jit.integrations.transformers import unfuse_shared_experts as unfuse
@@ -69,6 +71,30 @@ def test_copies_and_an_unfused_block_carry_nothing_of_it(block):
         assert "_known_choice" not in again(block).__dict__
     unfuse(block)
     assert "_known_choice" not in block.__dict__
+
+
+def _jit_trace(block, x):
+    with pytest.raises(TypeError):
+        torch.jit.trace(block, (x,), check_trace=False)
+
+
+def _symbolic(block, x):
+    def call(state, x):
+        return functional_call(block, state, (x,))
+
+    make_fx(call, tracing_mode="symbolic")(block.state_dict(), x)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("trace", [_jit_trace, _symbolic])
+@torch.no_grad()
+def test_a_trace_as_the_first_call_leaves_no_size_of_its_own(block, trace):
+    """Tracers outside ``torch.compile`` do not count as compiling; their sizes are no ints."""
+    x = torch.randn(2, 3, HIDDEN)
+    want = copy.deepcopy(block)(x)
+    trace(block, x)
+    assert block._known_choice is None
+    assert torch.equal(block(x), want) and block._known_choice is not None
 
 
 @pytest.mark.field_report("A20")

@@ -80,7 +80,9 @@ class FusedBlock(SharedExpertMoEBlock):
             return ExpertsFacts.as_is(experts, reason, mutates_input=False)
         weights = expert_weights(experts)
         choice = RunnerChoice.of(weights, self._known_choice)
-        if choice is not self._known_choice and not torch.compiler.is_compiling():
+        # Other tracers do not count as compiling; their sizes would fail in every later call.
+        is_plain = type(choice.config.hidden_dim) is int and not torch.compiler.is_compiling()
+        if choice is not self._known_choice and is_plain:
             self._known_choice = choice
         runner, config = choice.runner(weights), choice.config
         return ExpertsFacts(
