@@ -150,7 +150,7 @@ CHECK_MUTATION: EnvVar[bool] = EnvVar(
     "SGL_MOE_JIT_CHECK_MUTATION",
     False,
     _parse_bool,
-    "On: `FusedMoE` catches a runner that overwrites its input unannounced (synchronises).",
+    "On: catches runners and experts that overwrite their input unannounced (synchronises).",
 )
 PDL: EnvVar[bool] = EnvVar(
     "SGL_MOE_JIT_PDL",

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from sgl_moe_jit.moe.block_gates import StreamFacts
+from sgl_moe_jit.moe.bound_runner import check_unchanged, copy_to_compare
 from sgl_moe_jit.moe.input_checks import check_callable
 from sgl_moe_jit.moe.layer_base import MoELayer
 from sgl_moe_jit.moe.runners.base import MoERunner, Support
@@ -107,6 +108,19 @@ def route(block: Any, x: torch.Tensor) -> TopKOutput:
             return topk_output
     output = block.gate(x)
     return checked_topk(output if read is None else read(output))
+
+
+def call_as_is(experts: Any, call: Call, topk_output: TopKOutput) -> torch.Tensor:
+    """Call experts that are no layer of this library, and check what they say of their input.
+
+    Raises:
+        RuntimeError: see :func:`check_unchanged`.
+    """
+    before = copy_to_compare(call.experts.mutates_input, call.x)
+    output: torch.Tensor = experts(call.x, topk_output)
+    if before is not None:
+        check_unchanged(f"experts, a {type(experts).__name__}", before, call.x)
+    return output
 
 
 def top_k_of(topk_output: TopKOutput) -> int:

@@ -15,6 +15,7 @@ from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.expert_weights import ExpertWeights
 from sgl_moe_jit.moe.runners.base import MoERunner, create_runner
 from sgl_moe_jit.moe.topk import TopKOutput
+from sgl_moe_jit.ops.library import has_no_values
 
 
 def _memory(x: Tensor) -> tuple[Any, ...]:
@@ -98,31 +99,48 @@ def _bits(x: Tensor) -> Tensor:
     return x.detach().contiguous().view(torch.uint8)  # NaN equals itself there
 
 
-def run_checked(
-    runner: MoERunner, hidden_states: Tensor, topk_output: TopKOutput, *, defer: bool
-) -> Tensor | DeferredFinalizeOutput:
-    """Run, and with ``SGL_MOE_JIT_CHECK_MUTATION=1`` compare the input before and after.
+def copy_to_compare(mutates_input: bool, hidden_states: Tensor) -> Tensor | None:
+    """Return a copy of an input that is not to change, for :func:`check_unchanged`.
 
-    Neither in traced code nor in a graph capture, where values cannot be compared.
-
-    Raises:
-        RuntimeError: a runner that declares ``mutates_input = False`` wrote to its input.
+    None without ``SGL_MOE_JIT_CHECK_MUTATION=1``, of an input that may change, and in traced code
+    or a graph capture, where values cannot be compared.
     """
     if (
-        torch.compiler.is_compiling()
-        or runner.mutates_input
+        mutates_input
+        or torch.compiler.is_compiling()
         or not env.CHECK_MUTATION.get()
+        or has_no_values(hidden_states)
         or (hidden_states.is_cuda and torch.cuda.is_current_stream_capturing())
     ):
-        return runner.run(hidden_states, topk_output, defer=defer)
-    before = hidden_states.detach().clone()
-    output = runner.run(hidden_states, topk_output, defer=defer)
+        return None
+    return hidden_states.detach().clone()
+
+
+def check_unchanged(who: str, before: Tensor, hidden_states: Tensor) -> None:
+    """Compare an input with its copy from before the call.
+
+    Raises:
+        RuntimeError: ``who`` declares ``mutates_input = False`` and wrote to it.
+    """
     differs = (_bits(hidden_states) != _bits(before)).any(-1)
     if differs.any():
         changed = int(differs.sum())
         raise RuntimeError(
-            f"runner {runner.name!r}: declares mutates_input = False and changed {changed} of "
-            f"{before.shape[0]} rows of hidden_states, which shared experts would read; set "
-            "mutates_input = True on it"
+            f"{who}: declares mutates_input = False and changed {changed} of {before.shape[0]} "
+            "rows of hidden_states, which shared experts would read; set mutates_input = True on it"
         )
+
+
+def run_checked(
+    runner: MoERunner, hidden_states: Tensor, topk_output: TopKOutput, *, defer: bool | None
+) -> Tensor | DeferredFinalizeOutput:
+    """Run, and with ``SGL_MOE_JIT_CHECK_MUTATION=1`` compare the input before and after.
+
+    Raises:
+        RuntimeError: a runner that declares ``mutates_input = False`` wrote to its input.
+    """
+    before = copy_to_compare(runner.mutates_input, hidden_states)
+    output = runner.run(hidden_states, topk_output, defer=defer)
+    if before is not None:
+        check_unchanged(f"runner {runner.name!r}", before, hidden_states)
     return output

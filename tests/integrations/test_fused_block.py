@@ -25,6 +25,7 @@ from .tiny_models import (
     assert_close,
     build,
     last_block,
+    let_runners_overwrite,
     moe_blocks,
     tokens,
 )
@@ -225,6 +226,19 @@ def test_shared_experts_run_without_tokens_too(family):
     with torch.no_grad():
         assert block(torch.randn(2, 0, HIDDEN)).shape == (2, 0, HIDDEN)
     assert len(seen) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_runner_that_overwrites_its_input_unannounced_is_caught(monkeypatch, fused):
+    inputs = let_runners_overwrite(monkeypatch, says=False)
+    model, ids = build("qwen2_moe"), tokens()
+    fuse(model) if fused else model.set_experts_implementation("sgl_moe_jit")
+    model(ids)
+    assert inputs  # overwritten, and nobody looked
+    monkeypatch.setenv("SGL_MOE_JIT_CHECK_MUTATION", "1")
+    with pytest.raises(RuntimeError, match=r"runner 'grouped_mm': .* and changed 14 of 14 rows"):
+        model(ids)
 
 
 @torch.no_grad()

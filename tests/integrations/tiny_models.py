@@ -115,12 +115,12 @@ def moe_blocks(model):
     return {n: m for n, m in model.named_modules() if hasattr(m, "experts")}
 
 
-def let_runners_overwrite(monkeypatch):
-    """Let runners overwrite their input, and say so, whoever makes them; returns the inputs."""
+def let_runners_overwrite(monkeypatch, *, says=True):
+    """Let runners overwrite their input, and say so or not, whoever makes them; returns inputs."""
     inputs = []
 
     class Overwriting:
-        mutates_input = True
+        mutates_input = says
 
         def __init__(self, inner):
             self.inner, self.name, self.can_defer = inner, inner.name, inner.can_defer

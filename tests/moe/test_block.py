@@ -66,6 +66,28 @@ def test_a_wrong_flag_is_caught_by_the_debug_check(monkeypatch):
         block(x.clone())
 
 
+class OwnExperts(torch.nn.Module):
+    """A caller's experts, that double their input in place although they say they do not."""
+
+    mutates_input = False
+
+    def forward(self, hidden_states, topk_output):
+        return hidden_states.mul_(2.0).clone()
+
+
+@torch.no_grad()
+def test_experts_of_the_callers_own_are_checked_too(monkeypatch):
+    x, block = make_input(5), SharedExpertMoEBlock(TopKGate(), OwnExperts(), Mlp())
+    out = block(x.clone())
+    assert not torch.equal(out, 2 * x + block.shared_experts(x))  # the silent error
+    monkeypatch.setenv("SGL_MOE_JIT_CHECK_MUTATION", "1")
+    text = "experts, a OwnExperts: declares mutates_input = False and changed 5 of 5 rows"
+    with pytest.raises(RuntimeError, match=text):
+        block(x.clone())
+    block.experts.mutates_input = True
+    assert torch.equal(block(x.clone()), 2 * x + block.shared_experts(x))
+
+
 @torch.no_grad()
 @field_report("M6")
 @pytest.mark.parametrize("says", [True, False])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sgl_moe_jit.errors import UnsupportedError
+from sgl_moe_jit.moe.bound_runner import run_checked
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.expert_weights import ExpertWeights
 from sgl_moe_jit.moe.runners import create_runner
@@ -182,12 +183,14 @@ def experts_forward(
 
     Raises:
         UnsupportedError: see :func:`expert_weights`.
+        RuntimeError: see :func:`run_checked`.
     """
     if runner is None:
         runner = create_runner("auto", expert_weights(self))
     # The caller feeds the same tensor to the shared experts and their gate.
     x = hidden_states.clone() if runner.mutates_input else hidden_states
-    output = runner.run(x, StandardTopKOutput(top_k_weights, top_k_index), defer=defer)
+    topk_output = StandardTopKOutput(top_k_weights, top_k_index)
+    output = run_checked(runner, x, topk_output, defer=defer)
     if isinstance(output, DeferredFinalizeOutput):
         return output
     return output.to(hidden_states.dtype)
