@@ -73,7 +73,9 @@ class MoEConfig:
 
         Raises:
             UnsupportedError: an unknown model type, or an unknown value of a known key.
-            ValueError: a key is missing (names those tried), keys contradict each other, a list
-                needs ``layer_idx``, or the layer asked about is not an MoE layer.
+            TypeError: ``config`` is neither a configuration nor a mapping.
+            ValueError: a key is missing (names those tried) or its value is of another kind, keys
+                contradict each other, a list needs ``layer_idx``, or the layer asked about is not
+                an MoE layer.
         """
         return cls(**read(config, layer_idx))

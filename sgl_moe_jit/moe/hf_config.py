@@ -42,12 +42,19 @@ def _as_dict(config: Any) -> Mapping[str, Any]:
     return values
 
 
+def _inner(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    inner = values.get(name)
+    return names.mapping(name, _as_dict(inner) if hasattr(inner, "to_dict") else inner)
+
+
 def _find_family(outer: Mapping[str, Any]) -> tuple[str, Family, Mapping[str, Any]]:
     """Return the model type read, its family, and the dictionary that holds its keys."""
     text = outer.get("text_config")
     values = text if isinstance(text, Mapping) else outer
     tried = [t for t in (outer.get("model_type"), values.get("model_type")) if t is not None]
     for model_type in tried:
+        if not isinstance(model_type, str):
+            raise names.wrong("model_type", "a string", model_type)
         family = FAMILIES.get(model_type.removesuffix("_text"))
         if family is not None:
             return model_type.removesuffix("_text"), family, values
@@ -71,9 +78,9 @@ def _router(keys: Keys, family: Family, num_experts: int, top_k: int, hashed: bo
             fields["renormalize"] = keys.find(family.renormalize) is not None
         else:
             fields["renormalize"] = keys.flag(family.renormalize, False)
-    minimum = keys.find(("moe_norm_min",))
+    minimum = keys.number(("moe_norm_min",))
     if minimum is not None and fields.get("epsilon_kind") == "clamp":
-        fields["renormalize_epsilon"] = float(minimum)
+        fields["renormalize_epsilon"] = minimum
     if not fields["renormalize"]:
         fields["renormalize_epsilon"] = 0.0
     if family.scaling:
@@ -122,21 +129,21 @@ def _activation(keys: Keys, family: Family, limit_keys: tuple[str, ...]) -> Acti
         known = " or ".join(map(repr, family.activations))
         raise keys.unknown(family.activation_keys[0], known, name)
     if fixed == "swiglu_oai":
-        alpha = keys.find(("swiglu_alpha",)) or family.alpha
+        alpha = keys.number(("swiglu_alpha",)) or family.alpha
         if alpha is None:
             raise ValueError(f"{keys.model_type}: no gain of the gate: tried swiglu_alpha")
-        return ActivationConfig("swiglu_oai", limit=limit, clamp=clamp, alpha=float(alpha))
+        return ActivationConfig("swiglu_oai", limit=limit, clamp=clamp, alpha=alpha)
     kind: ActivationKind = fixed or _KINDS[name]
     if kind == "situ":
         beta, linear_beta = (
-            keys.find((key,)) for key in ("activation_situ_beta", "activation_situ_linear_beta")
+            keys.number((key,)) for key in ("activation_situ_beta", "activation_situ_linear_beta")
         )
         if beta is None or linear_beta is None:
             raise ValueError(
                 f"{keys.model_type}: activation 'situ' needs activation_situ_beta and "
                 f"activation_situ_linear_beta, got {beta!r} and {linear_beta!r}"
             )
-        return ActivationConfig("situ", beta=float(beta), linear_beta=float(linear_beta))
+        return ActivationConfig("situ", beta=beta, linear_beta=linear_beta)
     return ActivationConfig(kind, is_gated=kind != "relu2", limit=limit, clamp=clamp)
 
 
@@ -204,7 +211,7 @@ def read(config: Mapping[str, Any] | Any, layer_idx: int | None) -> dict[str, An
     layers = moe_layers(values)
     hashed = hash_layers(values)
     _check_layer(model_type, layers, layer_idx)
-    flat = values if family.inner is None else {**values, **_as_dict(values[family.inner])}
+    flat = values if family.inner is None else {**values, **_inner(values, family.inner)}
     keys = Keys(flat, model_type, layer_idx)
     _refuse_unread_limits(keys, family)
     num_experts = keys.count(names.NUM_EXPERTS, "number of experts")

@@ -45,6 +45,40 @@ HAS_BIAS = (
 )
 
 
+def wrong(name: str, expected: str, got: Any) -> ValueError:
+    """Return the error for a value of another kind, or a missing one."""
+    got = "none" if got is None else repr(got)
+    return ValueError(f"{name}: expected {expected}, got {got}; see the checkpoint's config.json")
+
+
+def mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """Return ``value``, if it is a mapping. Raises ValueError."""
+    if not isinstance(value, Mapping):
+        raise wrong(name, "a mapping", value)
+    return value
+
+
+def integer(name: str, value: Any, least: int = 0) -> int:
+    """Return ``value``, if it is an integer of ``least`` or more. Raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise wrong(name, f"an integer of {least} or more", value)
+    return value
+
+
+def integers(name: str, value: Any) -> list[int]:
+    """Return a list's entries, if they are integers of 0 or more. Raises ValueError."""
+    if not isinstance(value, (list, tuple)):
+        raise wrong(name, "a list of integers", value)
+    return [integer(name, entry) for entry in value]
+
+
+def strings(name: str, value: Any) -> list[str]:
+    """Return a list's entries, if they are strings. Raises ValueError."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(x, str) for x in value):
+        raise wrong(name, "a list of strings", value)
+    return list(value)
+
+
 class Keys:
     """One configuration's keys, as seen from one layer.
 
@@ -139,22 +173,23 @@ class Keys:
             raise ValueError(f"{names[0]}: expected true or false, got {value!r}")
         return value
 
-    def factor(self, names: tuple[str, ...]) -> float:
-        """Return a factor; 1.0 where it is absent, null or 0."""
-        value = self.find(names)
-        if value is None:
-            return 1.0
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"{names[0]}: expected a number, got {value!r}")
-        return float(value) or 1.0
-
-    def limit(self, names: tuple[str, ...]) -> float | None:
-        """Return a clamping limit; None where it is absent, null, 0, negative or infinite."""
+    def number(self, names: tuple[str, ...]) -> float | None:
+        """Return a number; None where it is absent or null."""
         value = self.find(names)
         if value is None:
             return None
-        number = float(value)
-        return number if 0 < number < float("inf") else None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise wrong(names[0], "a number", value)
+        return float(value)
+
+    def factor(self, names: tuple[str, ...]) -> float:
+        """Return a factor; 1.0 where it is absent, null or 0."""
+        return self.number(names) or 1.0
+
+    def limit(self, names: tuple[str, ...]) -> float | None:
+        """Return a clamping limit; None where it is absent, null, 0, negative or infinite."""
+        number = self.number(names)
+        return number if number is not None and 0 < number < float("inf") else None
 
     def expect(self, names: tuple[str, ...], known: tuple[Any, ...]) -> None:
         """Check that the value, where there is one, is known.

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from sgl_moe_jit.moe.hf_keys import integers, mapping, strings, wrong
+
 Quantization = Mapping[str, Any]
 
 # Checkpoints spell one module in several ways; a list of modules is asked for each of them.
@@ -56,31 +58,41 @@ def _with_group(name: str, settings: Quantization) -> str:
 
 
 def _modelopt(settings: Quantization) -> str:
+    if settings.get("quant_algo") is None:
+        raise wrong("quant_algo", "the name of an algorithm", None)
     name = str(settings["quant_algo"]).lower()
     return _with_group(name, {"group_size": 16 if name == "nvfp4" else None, **settings})
 
 
 def _compressed_tensors(quantization: Quantization, spellings: list[str]) -> str | None:
     """Return the format of the first group whose targets take in the module."""
-    for group in quantization["config_groups"].values():
-        targets = group.get("targets") or ["Linear"]
+    for key, group in mapping("config_groups", quantization["config_groups"]).items():
+        where = f"config_groups.{key}"
+        group = mapping(where, group)
+        targets = strings(f"{where}.targets", group.get("targets") or ["Linear"])
         if "Linear" not in targets and not _any_matches(targets, spellings):
             continue
-        weights = group["weights"]
+        weights = mapping(f"{where}.weights", group.get("weights"))
         written = str(group.get("format") or quantization.get("format") or "")
         name = written.removesuffix("-pack-quantized")
         if name not in ("mxfp4", "nvfp4"):
+            for needed in ("type", "num_bits"):
+                if weights.get(needed) is None:
+                    raise wrong(f"{where}.weights.{needed}", "a value", None)
             name = f"{weights['type']}{weights['num_bits']}"
         block = weights.get("block_structure")
         if block:
-            return f"{name} {_size(block)}"
+            return f"{name} {_size(f'{where}.weights.block_structure', block)}"
         if (name, weights.get("strategy")) == ("float8", "channel"):
-            return _per_channel(group.get("input_activations"))
+            activations = mapping(
+                f"{where}.input_activations", group.get("input_activations") or {}
+            )
+            return _per_channel(activations)
         return _with_group(name, weights)
     return None
 
 
-def _per_channel(activations: Quantization | None) -> str:
+def _per_channel(activations: Quantization) -> str:
     """Name FP8 with a scale an output row; activations by token as they come go without saying."""
     name = "fp8 e4m3 channel"
     if not activations:
@@ -90,15 +102,16 @@ def _per_channel(activations: Quantization | None) -> str:
     return f"{name}, activations not by token"
 
 
-def _size(block: Iterable[int]) -> str:
-    return "x".join(map(str, block))
+def _size(name: str, block: Any) -> str:
+    return "x".join(map(str, integers(name, block)))
 
 
 def _listed(quantization: Quantization, spellings: list[str]) -> str | None:
     """Return the format that a list of modules, each with its own algorithm, gives the module."""
-    for listed, settings in quantization["quantized_layers"].items():
+    layers = mapping("quantized_layers", quantization["quantized_layers"])
+    for listed, settings in layers.items():
         if any(_matches(listed, name) for name in spellings):
-            return _modelopt(settings)
+            return _modelopt(mapping(f"quantized_layers.{listed}", settings))
     return None
 
 
@@ -108,7 +121,7 @@ def _whole_model(quantization: Quantization) -> str:
     if method == "fp8":
         kind = str(quantization.get("fmt") or "e4m3").removeprefix("float8_").removesuffix("fn")
         block = quantization.get("weight_block_size")
-        return f"fp8 {kind} {_size(block)}" if block else f"fp8 {kind}"
+        return f"fp8 {kind} {_size('weight_block_size', block)}" if block else f"fp8 {kind}"
     if method == "mxfp4":
         return "mxfp4 g32"
     bits = quantization.get("bits")
@@ -118,7 +131,10 @@ def _whole_model(quantization: Quantization) -> str:
 def _format(
     quantization: Quantization, spellings: list[str], expert_dtype: str | None
 ) -> str | None:
-    if _any_matches([p for k in _EXCLUDED for p in quantization.get(k) or ()], spellings):
+    excluded = (
+        pattern for key in _EXCLUDED for pattern in strings(key, quantization.get(key) or [])
+    )
+    if _any_matches(excluded, spellings):
         return None
     if quantization.get("quantized_layers"):
         return _listed(quantization, spellings)
@@ -143,6 +159,7 @@ def formats(
         layer_idx: Layer to ask for where modules are listed one by one.
     """
     quantization = values.get("quantization_config") or outer.get("quantization_config") or {}
+    quantization = mapping("quantization_config", quantization)
     expert_dtype = values.get("expert_dtype") or quantization.get("expert_dtype")
     if not quantization:
         return expert_dtype, None

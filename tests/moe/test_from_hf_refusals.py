@@ -101,6 +101,45 @@ def test_an_unknown_value_is_refused_by_name(name, changes, expected):
     assert str(raised.value).startswith(MoEConfig.from_hf(CONFIGS[name]).model_type)
 
 
+# Not Python's words about the value, nor a KeyError.
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("deepseek-v3", {"model_type": 5}, "model_type: expected a string, got 5"),
+        ("dbrx", {"ffn_config": None}, "ffn_config: expected a mapping, got none"),
+        ("dbrx", {"ffn_config": [1]}, r"ffn_config: expected a mapping, got \[1\]"),
+        ("deepseek-v3", {"num_hidden_layers": "61"}, "num_hidden_layers: expected an integer of 0"),
+        ("minimax-m3", {"num_hidden_layers": 61.0}, "num_hidden_layers: expected an integer of 0"),
+        ("deepseek-v3", {"first_k_dense_replace": 3.0}, "first_k_dense_replace: expected an int"),
+        ("deepseek-v3", {"first_k_dense_replace": -1}, "first_k_dense_replace: expected an int"),
+        ("deepseek-v3", {"moe_layer_freq": 1.5}, "moe_layer_freq: expected an integer of 0"),
+        ("deepseek-v4-pro", {"num_hash_layers": "3"}, "num_hash_layers: expected an integer"),
+        (
+            "llama-4-scout",
+            {"interleave_moe_layer_step": 0},
+            "moe_layer_step: expected an integer of",
+        ),
+        ("ernie-4.5-21b-a3b", {"moe_layer_start_index": "1"}, "start_index: expected an integer"),
+        ("ernie-4.5-21b-a3b", {"moe_layer_end_index": -2}, "end_index: expected an integer of -1"),
+        ("ernie-4.5-21b-a3b", {"moe_norm_min": "x"}, "moe_norm_min: expected a number, got 'x'"),
+        ("step-3.7-flash", {"moe_layers_enum": "3,x"}, "moe_layers_enum: expected integers with"),
+        ("qwen1.5-moe-a2.7b", {"decoder_sparse_step": "1"}, "sparse_step: expected an integer"),
+        ("qwen1.5-moe-a2.7b", {"mlp_only_layers": 3}, "mlp_only_layers: expected a list of int"),
+        ("nemotron-3-nano-30b", {"hybrid_override_pattern": 3}, "pattern: expected a list of str"),
+        ("gpt-oss-20b", {"swiglu_limit": {}}, "swiglu_limit: expected a number, got {}"),
+        ("minimax-m3", {"swiglu_alpha": "1"}, "swiglu_alpha: expected a number, got '1'"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_name(name, changes, expected):
+    with pytest.raises(ValueError, match=expected + ".*; see the checkpoint's config.json"):
+        MoEConfig.from_hf(changed(name, **changes), 5)
+
+
+def test_dbrx_without_its_inner_configuration():
+    with pytest.raises(ValueError, match="ffn_config: expected a mapping, got none; see the"):
+        MoEConfig.from_hf(changed("dbrx", drop=["ffn_config"]))
+
+
 def test_dbrx_knows_one_norm():
     values = copy.deepcopy(CONFIGS["dbrx"])
     values["ffn_config"]["moe_normalize_expert_weights"] = 2

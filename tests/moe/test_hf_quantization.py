@@ -119,3 +119,46 @@ def test_formats(found, expected):
 def test_a_pattern_matches_whole_parts_of_a_name():
     # "experts" names the routed ones, and is no part of "shared_experts".
     assert formats("deepseek-v3", {**BLOCK, "ignored_layers": ["experts"]}) == (None, FP8)
+
+
+def without(key):
+    return {k: v for k, v in CHANNEL_WEIGHTS.items() if k != key}
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        ({}, "config_groups.g.weights: expected a mapping, got none"),
+        ({"weights": without("type")}, "config_groups.g.weights.type: expected a value, got none"),
+        ({"weights": without("num_bits")}, "config_groups.g.weights.num_bits: expected a value, "),
+        (
+            {"targets": "Linear"},
+            "config_groups.g.targets: expected a list of strings, got 'Linear'",
+        ),
+        (None, "config_groups.g: expected a mapping, got none"),
+        (
+            {"weights": {**CHANNEL_WEIGHTS, "block_structure": 8}},
+            "structure: expected a list of int",
+        ),
+        ({"weights": CHANNEL_WEIGHTS, "input_activations": 8}, "activations: expected a mapping"),
+    ],
+)
+def test_a_group_that_says_too_little_is_refused_by_key(group, expected):
+    with pytest.raises(ValueError, match=expected + ".*; see the checkpoint's config.json"):
+        formats("glm-5", {"quant_method": "compressed-tensors", "config_groups": {"g": group}})
+
+
+@pytest.mark.parametrize(
+    ("quantization", "expected"),
+    [
+        ("fp8", "quantization_config: expected a mapping, got 'fp8'"),
+        ({**BLOCK, "weight_block_size": 128}, "weight_block_size: expected a list of integers"),
+        ({**BLOCK, "modules_to_not_convert": "gate"}, "to_not_convert: expected a list of strings"),
+        ({"config_groups": ["g"]}, r"config_groups: expected a mapping, got \['g'\]"),
+        (listed(None), "quantized_layers.layers.5.ffn.experts: expected a mapping, got none"),
+        (listed({"group_size": 16}), "quant_algo: expected the name of an algorithm, got none"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_key(quantization, expected):
+    with pytest.raises(ValueError, match=expected + ".*; see the checkpoint's config.json"):
+        formats("deepseek-v3", quantization)
