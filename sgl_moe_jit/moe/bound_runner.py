@@ -13,7 +13,8 @@ from torch import Tensor
 from sgl_moe_jit import env
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.expert_weights import ExpertWeights
-from sgl_moe_jit.moe.runners.base import MoERunner, create_runner
+from sgl_moe_jit.moe.runner_config import RunnerConfig
+from sgl_moe_jit.moe.runners.base import MoERunner, select_runner
 from sgl_moe_jit.moe.topk import TopKOutput
 from sgl_moe_jit.ops.library import has_no_values
 
@@ -47,7 +48,8 @@ class BoundRunner:
     Attributes:
         runner: The runner.
         weights: What it was made for.
-        memory: Where both projections and their scales lay.
+        memory: Where both projections and their scales lay; empty of a runner made in traced code,
+            which serves no other call.
     """
 
     runner: MoERunner
@@ -63,9 +65,11 @@ class BoundRunner:
             UnsupportedError: the runner of that name cannot serve the layer.
         """
         check_memory(weights)
-        runner = create_runner(name, weights)
+        config = RunnerConfig.of(weights)
+        runner = select_runner(name, config).entry.bound(weights, config)
         memory: tuple[Any, ...] = ()
-        if not torch.compiler.is_compiling():
+        # A tracer's sizes may be symbolic for weights with values too.
+        if type(config.hidden_dim) is int and not has_no_values(weights.up, weights.down):
             memory = _memories(weights.up, weights.down, weights.up_scale, weights.down_scale)
         return cls(runner, weights, memory)
 

@@ -144,9 +144,11 @@ class FusedMoE(ExpertParameters, MoELayer):
         ):
             return bound
         bound = BoundRunner.make(self.runner_name, self.expert_weights())
-        # Others are made for one call (by a parametrization, functional_call) and gone after it.
+        # Others are made for one call (by a parametrization, functional_call, a tracer) and gone
+        # after it.
         kept = (bound.weights.up, bound.weights.down)
-        self._bound = bound if all(isinstance(x, torch.nn.Parameter) for x in kept) else None
+        lasting = bound.memory and all(isinstance(x, torch.nn.Parameter) for x in kept)
+        self._bound = bound if lasting else None
         return bound
 
     @property

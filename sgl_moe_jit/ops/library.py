@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
@@ -94,12 +95,12 @@ def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
 def has_no_values(*tensors: Tensor) -> bool:
     """Whether an operation on these computes shapes alone: traced code, fake and meta tensors.
 
-    ``make_fx`` and other tracers outside ``torch.compile`` do not count as compiling, but trace
-    with fake tensors where sizes are to stay symbolic.
+    ``make_fx``, ``aot_module`` and other tracers outside ``torch.compile`` do not count as
+    compiling, but trace with fake tensors, where sizes are to stay symbolic and where not.
     """
     if torch.compiler.is_compiling():
         return True
-    return any(isinstance(x, FakeTensor) or x.is_meta for x in tensors)
+    return any(isinstance(x, (FakeTensor, FunctionalTensor)) or x.is_meta for x in tensors)
 
 
 def from_dispatcher(op: str, function: Callable[P, R]) -> Callable[P, R]:

@@ -2,8 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layer and block under ``torch.compile``: one graph, with and without deferral."""
 
+import copy
+
 import pytest
 import torch
+from functorch.compile import aot_module, nop
+from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
@@ -138,6 +142,49 @@ def test_fx_with_symbolic_sizes(dtype, pre_dispatch):
         block, tracing_mode="symbolic", pre_dispatch=pre_dispatch, _allow_non_fake_inputs=True
     )(x)
     assert torch.equal(graph(x), block(x)) and torch.equal(graph(more), block(more))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("make", [make_layer, make_block], ids=["layer", "block"])
+def test_fx_with_the_weights_as_inputs(make, dtype, mode):
+    """They are fake then, have no address to be known by, and no runner made of them is kept."""
+    module, topk = make().to(dtype), make_topk(6)
+    args = (topk,) if make is make_layer else ()
+    x, state = make_input(6, dtype=dtype), dict(module.named_parameters())
+    want = module(x, *args)
+
+    def call(state, x):
+        return functional_call(module, state, (x, *args))
+
+    options = {"tracing_mode": mode, "_allow_non_fake_inputs": bool(args)}
+    graph = make_fx(call, **options)(state, x)
+    twice = {name: 2 * weight for name, weight in state.items()}
+    assert torch.equal(graph(state, x), want) and torch.equal(module(x, *args), want)
+    assert torch.equal(graph(twice, x), call(twice, x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_a_layer_keeps_no_runner_of_symbolic_sizes(dtype):
+    """The trace is the first call; weights have values, and the sizes of inputs that they are."""
+    block, x = make_block(dtype=dtype), make_input(6, dtype=dtype)
+    want = copy.deepcopy(block)(x)
+    state = dict(block.named_parameters())
+    options = {"tracing_mode": "symbolic", "_allow_non_fake_inputs": True}
+    graph = make_fx(lambda _, x: block(x), **options)(state, x)
+    assert torch.equal(block(x), want) and torch.equal(graph(state, x), want)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_aot_module_traces_forward_and_backward(dtype):
+    block = make_block().to(dtype)
+    x = make_input(6, dtype=dtype).requires_grad_()
+    want = torch.autograd.grad(block(x).sum(), x)
+    traced = aot_module(block, nop)
+    assert torch.equal(traced(x), block(x))
+    torch.testing.assert_close(torch.autograd.grad(traced(x).sum(), x), want)
 
 
 @torch.no_grad()
