@@ -123,7 +123,7 @@ class SharedExpertMoEBlock(torch.nn.Module):
 
         Raises:
             TypeError: ``gate`` does not return a router's output, or the input is no tensor.
-            TypeError, ValueError, RuntimeError: see :meth:`MoELayer.forward`.
+            TypeError, ValueError, RuntimeError, UnsupportedError: see :meth:`MoELayer.forward`.
         """
         return self._run(hidden_states, defer, self.dual_stream)
 
@@ -257,11 +257,10 @@ class SharedExpertMoEBlock(torch.nn.Module):
     def _routed(
         self, call: Call, topk_output: TopKOutput, deferred: bool
     ) -> Tensor | DeferredFinalizeOutput:
-        if deferred:
-            return self.experts(call.x, topk_output, defer=True)  # type: ignore[no-any-return]
         if call.experts.runner is None:
             return find.call_as_is(self.experts, call, topk_output)
-        return self.experts(call.x, topk_output)  # type: ignore[no-any-return]
+        ask = {"defer": True} if deferred else {}
+        return self.experts(call.x, topk_output, **ask)  # type: ignore[no-any-return]
 
     def _finish(
         self, routed: Tensor | DeferredFinalizeOutput, shared: SharedOutput | None, x: Tensor

@@ -12,7 +12,7 @@ import torch
 
 from sgl_moe_jit.moe.block_gates import StreamFacts
 from sgl_moe_jit.moe.bound_runner import check_unchanged, copy_to_compare
-from sgl_moe_jit.moe.input_checks import check_callable
+from sgl_moe_jit.moe.input_checks import check_callable, refuse_jit_trace
 from sgl_moe_jit.moe.layer_base import MoELayer
 from sgl_moe_jit.moe.runners.base import MoERunner, Support
 from sgl_moe_jit.moe.shared_order import BlockShape, shared_width_of
@@ -161,12 +161,17 @@ class ExpertsFacts(NamedTuple):
 
     @classmethod
     def of(cls, experts: Any) -> ExpertsFacts:
-        """Return the facts of a layer of this library, or of anything else."""
+        """Return the facts of a layer of this library, or of anything else.
+
+        Raises:
+            UnsupportedError: a layer of this library inside ``torch.jit.trace``.
+        """
         if not isinstance(experts, MoELayer):
             # Who does not say whether it overwrites its input, may.
             mutates = bool(getattr(experts, "mutates_input", True))
             refusal = f"a {type(experts).__name__}, called as it is"
             return cls.as_is(experts, refusal, mutates_input=mutates)
+        refuse_jit_trace()
         runner = experts.runner
         return cls(
             runner,

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The sgl_moe_jit authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a caller hands in, of the right kind: hidden states, tensors, modules, functions.
+"""What a caller hands in, of the right kind: hidden states, tensors, modules, functions; a tracer.
 
 No message of torch's about a step further in, and nothing has run or been sent before.
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from sgl_moe_jit.errors import UnsupportedError
 
 
 def check_dense(name: str, x: object) -> None:
@@ -50,6 +52,21 @@ def rows_of(hidden_states: Tensor, hidden_dim: int = 0) -> Tensor:
     """Return hidden states [..., H] as [T, H]; arguments and errors of :func:`check_states`."""
     check_states(hidden_states, hidden_dim)
     return hidden_states.reshape(-1, hidden_states.shape[-1])
+
+
+def refuse_jit_trace() -> None:
+    """Refuse ``torch.jit.trace``, in which sizes are tensors, that no op here takes for a number.
+
+    Raises:
+        UnsupportedError: names it and the ways out.
+    """
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise UnsupportedError(
+            "torch.jit.trace: expected torch.compile or torch.export around MoE layers and blocks "
+            "of sgl_moe_jit, got torch.jit.trace, which knows no sizes; use one of them, or, of "
+            "a transformers model, trace its own code: unfuse_shared_experts(model) and "
+            "model.set_experts_implementation('eager') first"
+        )
 
 
 def check_module(name: str, x: object) -> None:

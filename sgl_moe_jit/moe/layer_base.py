@@ -14,6 +14,7 @@ from torch import Tensor
 from sgl_moe_jit.moe.bound_runner import run_checked
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput, finalize_output
 from sgl_moe_jit.moe.expert_slice import ExpertRange, ReduceGroups
+from sgl_moe_jit.moe.input_checks import refuse_jit_trace
 from sgl_moe_jit.moe.runner_config import RunnerConfig
 from sgl_moe_jit.moe.runners.base import (
     MoERunner,
@@ -137,6 +138,7 @@ class MoELayer(torch.nn.Module):
     def _run(
         self, hidden_states: Tensor, topk_output: TopKOutput, defer: bool
     ) -> Tensor | DeferredFinalizeOutput:
+        refuse_jit_trace()
         return run_checked(self.runner, hidden_states, self._localize(topk_output), defer=defer)
 
     def forward(
@@ -156,7 +158,7 @@ class MoELayer(torch.nn.Module):
             rank's part.
 
         Raises:
-            UnsupportedError: no runner serves these weights.
+            UnsupportedError: no runner serves these weights, or inside ``torch.jit.trace``.
             RuntimeError: ``reduce_results`` of a result with a gradient; or the runner wrote to its
                 input against its word, with ``SGL_MOE_JIT_CHECK_MUTATION=1``.
             TypeError, ValueError: inputs do not fit; see :class:`MoERunner`.

@@ -8,8 +8,10 @@ import pytest
 import torch
 import transformers
 
-from sgl_moe_jit.integrations.transformers import EXPERTS_IMPLEMENTATION
+from sgl_moe_jit.errors import UnsupportedError
+from sgl_moe_jit.integrations.transformers import EXPERTS_IMPLEMENTATION, load_block
 from sgl_moe_jit.integrations.transformers import fuse_shared_experts as fuse
+from sgl_moe_jit.integrations.transformers import unfuse_shared_experts as unfuse
 
 from .tiny_models import (
     BLOCK_ROUNDINGS,
@@ -101,3 +103,28 @@ def test_a_block_compiled_in_the_default_mode():
     fuse(block)
     got = torch.compile(block, fullgraph=True)(x)
     assert_close(got, block(x), BLOCK_ROUNDINGS, "inductor")
+
+
+def refuses_jit_trace(block, x):
+    for _ in range(2):  # then with what an eager call has left
+        with pytest.raises(
+            UnsupportedError, match=r"^torch\.jit\.trace: .* use one of them, or, of"
+        ):
+            torch.jit.trace(block, (x,), check_trace=False)
+        block(x)
+    return True
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@torch.no_grad()
+def test_jit_trace_is_refused_by_name_until_the_model_runs_its_own_code():
+    model, x = build("deepseek_v3"), torch.randn(2, 3, HIDDEN)
+    block = list(moe_blocks(model).values())[-1]
+    assert refuses_jit_trace(load_block(block), x)
+    model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+    assert refuses_jit_trace(block, x)
+    fuse(model)
+    assert refuses_jit_trace(block, x)
+    unfuse(model)
+    model.set_experts_implementation("eager")
+    assert torch.equal(torch.jit.trace(block, (x,), check_trace=False)(x), block(x))

@@ -10,6 +10,7 @@ from functorch.compile import aot_module, nop
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from sgl_moe_jit.errors import UnsupportedError
 from sgl_moe_jit.moe.block import SharedExpertMoEBlock
 from sgl_moe_jit.moe.deferred import deferred_finalize_context
 from sgl_moe_jit.ops.grouped_mm import grouped_mm
@@ -175,6 +176,18 @@ def test_a_layer_keeps_no_runner_of_symbolic_sizes(dtype):
     options = {"tracing_mode": "symbolic", "_allow_non_fake_inputs": True}
     graph = make_fx(lambda _, x: block(x), **options)(state, x)
     assert torch.equal(block(x), want) and torch.equal(graph(state, x), want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("runner", ["native", "grouped_mm"])
+def test_jit_trace_is_refused_by_name(runner):
+    layer, topk, x = make_layer(runner=runner), make_topk(6), make_input(6)
+    block = SharedExpertMoEBlock(TopKGate(), layer, Mlp())
+    for call in (block, lambda x: layer(x, topk)):
+        with pytest.raises(
+            UnsupportedError, match=r"^torch\.jit\.trace: expected torch\.compile or"
+        ):
+            torch.jit.trace(call, (x,), check_trace=False)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])

@@ -15,6 +15,7 @@ from sgl_moe_jit.errors import UnsupportedError
 from sgl_moe_jit.moe.bound_runner import run_checked
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.expert_weights import ExpertWeights
+from sgl_moe_jit.moe.input_checks import refuse_jit_trace
 from sgl_moe_jit.moe.runners import create_runner
 from sgl_moe_jit.moe.runners.base import MoERunner
 from sgl_moe_jit.moe.topk import StandardTopKOutput
@@ -182,9 +183,10 @@ def experts_forward(
         possible.
 
     Raises:
-        UnsupportedError: see :func:`expert_weights`.
+        UnsupportedError: see :func:`expert_weights`; also inside ``torch.jit.trace``.
         RuntimeError: see :func:`run_checked`.
     """
+    refuse_jit_trace()
     if runner is None:
         runner = create_runner("auto", expert_weights(self))
     # The caller feeds the same tensor to the shared experts and their gate.

@@ -19,6 +19,7 @@ from sgl_moe_jit.moe.block import SharedExpertMoEBlock
 from sgl_moe_jit.moe.block_facts import Call, ExpertsFacts, hooked
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
 from sgl_moe_jit.moe.expert_slice import ReduceGroups
+from sgl_moe_jit.moe.input_checks import refuse_jit_trace
 from sgl_moe_jit.moe.layer_base import deferral_of
 from sgl_moe_jit.moe.runner_choice import RunnerChoice
 from sgl_moe_jit.moe.runners.plan import explain
@@ -78,6 +79,7 @@ class FusedBlock(SharedExpertMoEBlock):
         reason = called_as_is(experts)
         if reason:
             return ExpertsFacts.as_is(experts, reason, mutates_input=False)
+        refuse_jit_trace()
         weights = expert_weights(experts)
         choice = RunnerChoice.of(weights, self._known_choice)
         # Other tracers do not count as compiling; their sizes would fail in every later call.
