@@ -3,10 +3,11 @@
 """Expert parallelism: shared experts as expert slots of each rank.
 
 ``layout`` the id spaces · ``shared_fusion`` whether shared experts become slots, by ``backends``
-what may carry them · ``home``, ``balance`` where a token's shared row goes · ``eplb`` replicas of
-routed experts and their weights · ``expert_counts`` what a balancer learns from · ``dispatch``,
-``dispatch_checks``, ``dispatch_plan``, ``transport`` rows over ``torch.distributed`` · ``deepep``,
-``deepep_contract`` rows over DeepEP · ``trace``, ``trace_file`` recorded routing.
+what may carry them · ``home``, ``balance``, ``balance_checks`` where a token's shared row goes ·
+``eplb`` replicas of routed experts and their weights · ``expert_counts`` what a balancer learns
+from · ``dispatch``, ``dispatch_checks``, ``dispatch_plan``, ``transport`` rows over
+``torch.distributed`` · ``deepep``, ``deepep_contract`` rows over DeepEP · ``trace``,
+``trace_file`` recorded routing.
 """
 
 from sgl_moe_jit.ep.backends import is_deepep_class_backend

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sgl_moe_jit.ep.balance_checks import check_capacity, check_group, columns_of, device_of
 from sgl_moe_jit.ep.layout import EpLayout, check_layout
 from sgl_moe_jit.ep.transport import Transport
 from sgl_moe_jit.moe.topk_selection import padded_rows
@@ -34,8 +35,8 @@ class WaterfillBalancer:
     Dynamic ``exact_restricted`` knows the loads of all sources, not which ranks their tokens may
     take. That costs a few rows where tokens are few: 1.05 of the best there is at 16 tokens a rank,
     1.07 at 4. With ``max_tokens_per_rank`` the sources exchange their choices, one all-gather of
-    [W * C, K] ids, and each runs the one greedy pass over all tokens, 1.01 of the best. It can be
-    captured too. Meant for decoding, since every source passes over W * C rows.
+    [W * C, K] int32 ids, and each runs the one greedy pass over all tokens, 1.01 of the best. It
+    can be captured too. Meant for decoding, since every source passes over W * C rows.
 
     Attributes:
         layout: The ranks' slots, one of them shared.
@@ -74,7 +75,7 @@ class WaterfillBalancer:
             remainder_start: None: ``rank`` in a static balancer, 0 in a dynamic one, whose sources
                 must all have the same.
             max_tokens_per_rank: C, in a dynamic balancer of mode ``exact_restricted``, the same on
-                all ranks, whose K and dtype of ids then have to be the same too. None: any number.
+                all ranks, whose K then has to be the same too. None: any number.
 
         Raises:
             TypeError: an argument is of another kind.
@@ -102,9 +103,9 @@ class WaterfillBalancer:
         if min_tokens < 0:
             raise ValueError(f"min_tokens: expected at least 0, got {min_tokens}")
         if max_tokens_per_rank is not None:
-            _check_capacity(max_tokens_per_rank, dynamic, mode, min_tokens)
+            check_capacity(max_tokens_per_rank, dynamic, mode, min_tokens)
         if dynamic:
-            _check_group(group, layout, rank)
+            check_group(group, layout, rank)
         elif group is not None:
             raise ValueError(
                 "group: expected None without dynamic=True; a static balancer asks nobody"
@@ -117,6 +118,7 @@ class WaterfillBalancer:
         self.min_tokens = min_tokens
         self.remainder_start = remainder_start
         self.max_tokens_per_rank = max_tokens_per_rank
+        self._top_k: int | None = None  # of the last call that exchanged choices
 
     def __call__(
         self,
@@ -128,7 +130,9 @@ class WaterfillBalancer:
         """Return ids of the dispatch space and weights, the shared expert in the last column.
 
         A dynamic balancer joins its group's collective exactly once a call, with no tokens too, and
-        with arguments that it then refuses: all ranks of the group must call.
+        with arguments that it then refuses: all ranks of the group must call, or :meth:`stop`. Only
+        where choices are exchanged and K is not known, from either argument or an earlier call,
+        does it refuse without joining.
 
         Args:
             topk_ids: [N, K] int32 or int64 physical experts; negative: none.
@@ -156,9 +160,7 @@ class WaterfillBalancer:
                 )
             except Exception:
                 # The others are in the all-reduce, and what is wrong may be this rank's alone.
-                device = topk_ids.device if isinstance(topk_ids, Tensor) else None
-                nothing = torch.zeros((2, numbers[1]), dtype=torch.int64, device=device)
-                dist.all_reduce(nothing, group=self.group)
+                self.stop(device_of(topk_ids, topk_weights, num_token_non_padded))
                 raise
             dist.all_reduce(total, group=self.group)
             counts = (total[0], total[1])
@@ -175,6 +177,32 @@ class WaterfillBalancer:
             num_token_non_padded=num_token_non_padded,
         )
 
+    def stop(self, device: torch.device, top_k: int | None = None) -> bool:
+        """Join the others' collective without tokens, in place of a call.
+
+        For a rank that an error has stopped before its call, so that the others do not wait. A
+        static balancer has nobody to join. An exchange of choices needs to know K: where it is
+        neither given nor known from an earlier call, nothing is joined, and the others wait until
+        their group times out.
+
+        Args:
+            device: Of the tokens.
+            top_k: K; None: of the last call.
+
+        Returns:
+            Whether the others go on, to their dispatch.
+        """
+        if self.max_tokens_per_rank is not None:
+            top_k = self._top_k if top_k is None else top_k
+            if top_k is None:
+                return False
+            shape = (self.max_tokens_per_rank, top_k)
+            self._gather(torch.full(shape, -1, dtype=torch.int32, device=device))
+        elif self.dynamic:
+            nothing = torch.zeros((2, self.layout.ep_size), dtype=torch.int64, device=device)
+            dist.all_reduce(nothing, group=self.group)
+        return True
+
     def _by_choices(
         self,
         topk_ids: Tensor,
@@ -185,31 +213,15 @@ class WaterfillBalancer:
         """Run the greedy pass over the tokens of all sources, and return the rows of this one."""
         layout, capacity = self.layout, self.max_tokens_per_rank
         assert capacity is not None
-        ep_topk.check_kinds({"topk_ids": topk_ids, "topk_weights": topk_weights}, {})
-        ep_topk.check_shape(topk_ids, layout.num_physical, layout.ep_size, self.rank, 1)
-        num_tokens, top_k = topk_ids.shape
-        choices = topk_ids.new_full((capacity, top_k), -1)
-        fits = num_tokens <= capacity
-        if fits:  # else join with nothing: the others are in the all-gather
-            valid = topk_ids
-            if num_token_non_padded is not None:
-                valid = valid.masked_fill(padded_rows(valid, num_token_non_padded, "topk_ids"), -1)
-            choices[:num_tokens] = valid
-        group = dist.group.WORLD if self.group is None else self.group
-        assert group is not None
-        # Which CUDA collectives gloo has differs between versions of torch.
-        through_host = choices.is_cuda and dist.get_backend(group) == "gloo"
-        everybody = Transport(group, through_host).gather(choices)
-        if not fits:
-            raise ValueError(
-                f"topk_ids: expected at most max_tokens_per_rank, {capacity} rows, got {num_tokens}"
-            )
-        if topk_weights.shape != topk_ids.shape:
-            raise ValueError(
-                f"topk_weights: expected the shape of topk_ids, {tuple(topk_ids.shape)}, got "
-                f"{tuple(topk_weights.shape)}"
-            )
-        mine = slice(self.rank * capacity, self.rank * capacity + num_tokens)
+        try:
+            choices = self._choices(topk_ids, topk_weights, num_token_non_padded, capacity)
+        except Exception:
+            # The others are in the all-gather, and what is wrong may be this rank's alone.
+            device = device_of(topk_ids, topk_weights, num_token_non_padded)
+            self.stop(device, columns_of(topk_ids, topk_weights))
+            raise
+        everybody = self._gather(choices)
+        mine = slice(self.rank * capacity, self.rank * capacity + topk_ids.shape[0])
         weights = topk_weights.new_zeros(everybody.shape)
         weights[mine] = topk_weights
         ids, weights = waterfill_topk_with_shared_expert(
@@ -221,32 +233,43 @@ class WaterfillBalancer:
             shared_weight,
             mode=self.mode,
         )
-        return ids[mine], weights[mine]
+        return ids[mine].to(topk_ids.dtype), weights[mine]
 
+    def _choices(
+        self,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        num_token_non_padded: Tensor | None,
+        capacity: int,
+    ) -> Tensor:
+        """Return this source's ids, [C, K] int32 whatever theirs are, -1 where it has no token."""
+        ep_topk.check_kinds({"topk_ids": topk_ids, "topk_weights": topk_weights}, {})
+        ep_topk.check_shape(topk_ids, self.layout.num_physical, self.layout.ep_size, self.rank, 1)
+        num_tokens, top_k = topk_ids.shape
+        if topk_ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"topk_ids: expected int32 or int64, got {topk_ids.dtype}")
+        if num_tokens > capacity:
+            raise ValueError(
+                f"topk_ids: expected at most max_tokens_per_rank, {capacity} rows, got {num_tokens}"
+            )
+        if topk_weights.shape != topk_ids.shape:
+            raise ValueError(
+                f"topk_weights: expected the shape of topk_ids, {tuple(topk_ids.shape)}, got "
+                f"{tuple(topk_weights.shape)}"
+            )
+        valid = topk_ids
+        if num_token_non_padded is not None:
+            valid = valid.masked_fill(padded_rows(valid, num_token_non_padded, "topk_ids"), -1)
+        if valid.dtype == torch.int64:  # what int32 has no number for stays none, or out of range
+            valid = valid.clamp(-1, torch.iinfo(torch.int32).max)
+        choices = topk_ids.new_full((capacity, top_k), -1, dtype=torch.int32)
+        choices[:num_tokens] = valid
+        self._top_k = top_k
+        return choices
 
-def _check_capacity(capacity: int, dynamic: bool, mode: str, min_tokens: int) -> None:
-    check_int("max_tokens_per_rank", capacity, "an int of at most 64 bits")
-    if capacity < 1:
-        raise ValueError(f"max_tokens_per_rank: expected at least 1, got {capacity}")
-    if not dynamic or mode != "exact_restricted" or min_tokens:
-        raise ValueError(
-            "max_tokens_per_rank: expected dynamic=True, mode='exact_restricted' and min_tokens=0 "
-            f"with it, got dynamic={dynamic}, mode={mode!r} and min_tokens={min_tokens}; exact "
-            "meets its quotas by counts alone"
-        )
-
-
-def _check_group(group: dist.ProcessGroup | None, layout: EpLayout, rank: int) -> None:
-    if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(
-            "group: expected an initialised torch.distributed for dynamic=True, got none; call "
-            "torch.distributed.init_process_group first"
-        )
-    if not isinstance(group, (dist.ProcessGroup, type(None))):
-        raise TypeError(f"group: expected a ProcessGroup or None, got {type(group).__name__}")
-    size, place = dist.get_world_size(group), dist.get_rank(group)
-    if (size, place) != (layout.ep_size, rank):
-        raise ValueError(
-            f"group: expected {layout.ep_size} ranks with this one as {rank}, got {size} with this "
-            f"one as {place}"
-        )
+    def _gather(self, choices: Tensor) -> Tensor:
+        group = dist.group.WORLD if self.group is None else self.group
+        assert group is not None
+        # Which CUDA collectives gloo has differs between versions of torch.
+        through_host = choices.is_cuda and dist.get_backend(group) == "gloo"
+        return Transport(group, through_host).gather(choices)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from sgl_moe_jit.ep import EpLayout, WaterfillBalancer
+from sgl_moe_jit.ep.balance_checks import device_of
 from sgl_moe_jit.ops import (
     expand_topk_with_shared_expert,
     reference_waterfill,
@@ -175,3 +176,31 @@ def test_a_source_that_refuses_joins_the_others_first(group, wrong):
     outputs = group.run(body)
     assert group.joined == [1] * 4
     assert all(out is not None for out in outputs)
+
+
+def test_a_source_that_does_not_call_stops(group):
+    """It joins with counts of 0: the others get what they would, had it no tokens."""
+    ids = make_ids(5, 16, 3, seed=1)
+
+    def body(rank, stops):
+        balancer = WaterfillBalancer(LAYOUT, rank, dynamic=True, group=group)
+        if rank != 2:
+            return balancer(ids, torch.ones(ids.shape))[0]
+        if stops:
+            assert balancer.stop(torch.device("cpu"))
+        else:
+            balancer(ids[:0], torch.ones(0, 3))
+        return ids[:0]
+
+    got, want = (group.run(lambda rank, stops=stops: body(rank, stops)) for stops in (True, False))
+    assert group.joined == [2] * 4
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_static_source_has_nobody_to_join():
+    assert WaterfillBalancer(LAYOUT, 2).stop(torch.device("cpu"))
+
+
+def test_a_source_that_refuses_joins_on_the_device_of_what_is_a_tensor():
+    assert device_of([0], torch.ones(1, device="meta"), None) == torch.device("meta")
+    assert device_of([0], None) == torch.device("cpu")

@@ -5,12 +5,11 @@
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from sgl_moe_jit.bench.ep_simulate_model import measure, optimum
 from sgl_moe_jit.bench.ep_simulate_routing import place, redundant_experts, synthetic
-from sgl_moe_jit.ep import EpLayout, WaterfillBalancer, balance
-from tests.ep.thread_ranks import ThreadTransport, all_ranks
+from sgl_moe_jit.ep import EpLayout, WaterfillBalancer
+from tests.ep.thread_ranks import all_ranks, let_balancers_meet
 from tests.ops.ep_topk_cases import make_ids
 
 LAYOUT = EpLayout(num_experts=14, num_redundant=2, ep_size=4)
@@ -18,10 +17,7 @@ LAYOUT = EpLayout(num_experts=14, num_redundant=2, ep_size=4)
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch):
-    monkeypatch.setattr(balance, "Transport", ThreadTransport)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: group.size())
-    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())
+    let_balancers_meet(monkeypatch)
 
 
 def balancer(layout, group, capacity, **options):
@@ -105,6 +101,84 @@ def test_what_is_wrong_on_one_rank_is_no_wait(monkeypatch):
             balancer(LAYOUT, group, 4)(ids, torch.ones(1, 1))
 
     all_ranks(monkeypatch, 4, weights_of_one_row)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "text"),
+    [
+        ({"ids": [[0], [4]]}, TypeError, "topk_ids: expected a Tensor, got list"),
+        ({"ids": torch.zeros(3, 1, 1).int()}, ValueError, r"topk_ids: expected \[num_tokens"),
+        ({"ids": torch.zeros(3, 1)}, TypeError, "topk_ids: expected int32 or int64, got .*float32"),
+        ({"weights": [1.0] * 3}, TypeError, "topk_weights: expected a Tensor, got list"),
+        ({"valid": torch.tensor([1, 2])}, ValueError, "num_token_non_padded: expected one integer"),
+        ({"valid": 1.5}, TypeError, "num_token_non_padded: expected an int, got float"),
+    ],
+)
+def test_a_source_that_refuses_joins_the_others_first(monkeypatch, wrong, kind, text):
+    """With rows of -1; theirs come out as if it had no tokens."""
+    ids, weights = make_ids(3, 16, 1, seed=3), torch.ones(3, 1)
+
+    def call(group, wrong_on):
+        if group.rank() != 1:
+            return balancer(LAYOUT, group, 4)(ids, weights)[0]
+        if wrong_on is None:
+            return balancer(LAYOUT, group, 4)(ids[:0], weights[:0])[0]
+        arguments = (wrong_on.get("ids", ids), wrong_on.get("weights", weights), 1.0)
+        with pytest.raises(kind, match=text):
+            balancer(LAYOUT, group, 4)(*arguments, wrong_on.get("valid"))
+        return ids[:0]
+
+    got, world = all_ranks(monkeypatch, 4, lambda group: call(group, wrong))
+    want, _ = all_ranks(monkeypatch, 4, lambda group: call(group, None))
+    assert len(world.log) == 4  # one collective, joined once by each
+    for rank in (0, 2, 3):
+        assert torch.equal(got[rank], want[rank])
+
+
+def test_a_source_that_does_not_call_stops(monkeypatch):
+    """K is given, or known from the last call; before that, nobody is joined."""
+
+    def call(group):
+        ids, weights = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+        mine = balancer(LAYOUT, group, 4)
+        if group.rank() != 1:
+            return [mine(ids, weights)[0].shape for _ in range(3)]
+        assert not mine.stop(torch.device("cpu"))
+        assert mine.stop(torch.device("cpu"), 2)
+        mine(ids, weights)
+        assert mine.stop(torch.device("cpu"))
+        return None
+
+    results, world = all_ranks(monkeypatch, 4, call)
+    assert len(world.log) == 12
+    assert results[0] == [(3, 3)] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_travel_as_int32(monkeypatch, dtype):
+    """So that a source need not know the others' dtype; what does not fit keeps its meaning."""
+    ids = make_ids(4, 16, 2, absent=0.3, seed=2)
+
+    def call(group, mixed):
+        mine = ids.to(dtype if mixed and group.rank() % 2 else torch.int32)
+        if mine.dtype == torch.int64:
+            mine = mine.masked_fill(mine < 0, -(2**32) * 3)  # its low half is 0
+        return balancer(LAYOUT, group, 4)(mine, torch.ones(mine.shape))
+
+    got, world = all_ranks(monkeypatch, 4, lambda group: call(group, True))
+    want, _ = all_ranks(monkeypatch, 4, lambda group: call(group, False))
+    assert {columns for _, _, columns in world.log} == {2}
+    for rank in range(4):
+        assert got[rank][0].dtype == (dtype if rank % 2 else torch.int32)
+        assert torch.equal(got[rank][0].int(), want[rank][0])
+        assert torch.equal(got[rank][1], want[rank][1])
+
+    def too_large(group):
+        wrong = torch.full((3, 1), 2**32 * (group.rank() == 1))  # again
+        with pytest.raises(ValueError, match="topk_ids: expected ids below 16"):
+            balancer(LAYOUT, group, 4)(wrong, torch.ones(3, 1))
+
+    all_ranks(monkeypatch, 4, too_large)
 
 
 @pytest.mark.parametrize(

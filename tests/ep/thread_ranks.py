@@ -5,8 +5,9 @@
 import threading
 
 import torch
+import torch.distributed as dist
 
-from sgl_moe_jit.ep import dispatch
+from sgl_moe_jit.ep import balance, dispatch
 
 
 class Group:
@@ -31,13 +32,19 @@ class World:
         self.slots = [None] * ranks
         self.log = []
 
-    def meet(self, rank, value):
-        """Give one value and return everybody's, when all have come."""
-        self.slots[rank] = value
+    def meet(self, rank, value, collective=""):
+        """Give one value and return everybody's, when all have come to the same collective.
+
+        Processes in different ones would wait; here that is an error at once, and for good.
+        """
+        self.slots[rank] = collective, value
         self.barrier.wait()
         everybody = list(self.slots)
         self.barrier.wait()
-        return everybody
+        if len({name for name, _ in everybody}) > 1:
+            self.barrier.abort()
+            raise AssertionError(f"in different collectives: {[name for name, _ in everybody]}")
+        return [value for _, value in everybody]
 
 
 class ThreadTransport:
@@ -56,7 +63,7 @@ class ThreadTransport:
             send = [rows.shape[0] // world.ranks] * world.ranks
         assert rows.dim() == 2 and sum(send) == rows.shape[0], (tuple(rows.shape), send)
         world.log.append((rank, tuple(send), rows.shape[1]))
-        parts = world.meet(rank, rows.clone().split(list(send)))
+        parts = world.meet(rank, rows.clone().split(list(send)), "exchange")
         got = [parts[source][rank] for source in range(world.ranks)]
         if receive is not None:
             assert [part.shape[0] for part in got] == list(receive)
@@ -65,7 +72,22 @@ class ThreadTransport:
     def gather(self, rows):
         world, rank = self.group.world, self.group.rank()
         world.log.append((rank, (rows.shape[0],) * world.ranks, rows.shape[1]))
-        return torch.cat(world.meet(rank, rows.clone()))
+        collective = f"gather of {tuple(rows.shape)} {rows.dtype}"
+        return torch.cat(world.meet(rank, rows.clone(), collective))
+
+
+def let_balancers_meet(monkeypatch):
+    """Have dynamic balancers take a ``Group`` of threads for a process group."""
+
+    def all_reduce(x, group):
+        group.world.log.append((group.rank(), "all_reduce", x.numel()))
+        x.copy_(sum(group.world.meet(group.rank(), x.clone(), "all_reduce")))
+
+    monkeypatch.setattr(balance, "Transport", ThreadTransport)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: group.size())
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
 
 
 def run_ranks(monkeypatch, ranks, function):
