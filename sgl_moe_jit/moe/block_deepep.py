@@ -17,12 +17,14 @@ from sgl_moe_jit.errors import UnsupportedError
 from sgl_moe_jit.moe import block_facts as find
 from sgl_moe_jit.moe.block_finish import SharedOutput, finish
 from sgl_moe_jit.moe.deferred import DeferredFinalizeOutput
-from sgl_moe_jit.moe.dispatch import DispatchedRows, ExpertParallelPath
+from sgl_moe_jit.moe.dispatch import DispatchedRows, ExpertParallelPath, SharedExpander
 from sgl_moe_jit.moe.input_checks import rows_of
 from sgl_moe_jit.moe.layer_base import MoELayer
+from sgl_moe_jit.moe.router_config import RouterConfig
 from sgl_moe_jit.moe.runners.base import as_standard
 from sgl_moe_jit.moe.topk import StandardTopKOutput, TopKFormat
 from sgl_moe_jit.moe.topk_selection import padded_rows
+from sgl_moe_jit.ops.finalize_arguments import is_int
 
 
 def check_path(experts: Any, shared_is_fused: bool, path: ExpertParallelPath) -> None:
@@ -75,16 +77,20 @@ def check_path(experts: Any, shared_is_fused: bool, path: ExpertParallelPath) ->
 def _choice(
     topk: StandardTopKOutput, path: ExpertParallelPath, num_token_non_padded: Tensor | int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return physical ids and float32 weights [T, K], padded rows without an expert.
+    """Return physical ids and float32 weights [T, K], padded rows without an expert; record them.
 
     The mask comes after the table: a table read at -1 gives its last entry.
     """
+    if topk.weight_on_input:
+        raise ValueError("topk_output: expected weights on the experts' output, not on their input")
     ids, weights = topk.topk_ids, topk.topk_weights.float()
     if path.to_physical is not None:
         ids = torch.where(ids < 0, ids, path.to_physical(ids.clamp(min=0)).to(ids.dtype))
     if num_token_non_padded is not None:
         padded = padded_rows(ids, num_token_non_padded, "the ids")
         ids, weights = ids.masked_fill(padded, -1), weights.masked_fill(padded, 0.0)
+    if path.record is not None:
+        path.record(ids)
     return ids, weights
 
 
@@ -96,22 +102,6 @@ def _shared_weight(factor: float) -> float:
             "multiplies their output too, got 0"
         )
     return 1.0 / factor
-
-
-def _route(
-    block: Any, x: Tensor, path: ExpertParallelPath, num_token_non_padded: Tensor | int | None
-) -> tuple[Tensor, Tensor, float]:
-    """Return ids of the dispatch space and weights [T, J], and the factor that comes after them."""
-    topk = as_standard(block._route(x))
-    if topk.weight_on_input:
-        raise ValueError("topk_output: expected weights on the experts' output, not on their input")
-    factor = float(topk.routed_scaling_factor)
-    ids, weights = _choice(topk, path, num_token_non_padded)
-    if path.record is not None:
-        path.record(ids)
-    if path.expand is not None:
-        ids, weights = path.expand(ids, weights, _shared_weight(factor))
-    return ids, weights, factor
 
 
 def _run_experts(
@@ -131,6 +121,13 @@ def _device_of(block: Any, hidden_states: Any) -> torch.device:
     return next((p.device for p in block.parameters()), torch.device("cpu"))
 
 
+def _top_k_of(gate: Any) -> int | None:
+    """Return K of a gate that says it, before it is asked."""
+    config = getattr(gate, "config", None)
+    top_k = getattr(config if isinstance(config, RouterConfig) else gate, "top_k", None)
+    return top_k if is_int(top_k) else None
+
+
 def run(
     block: Any,
     hidden_states: Tensor,
@@ -140,6 +137,9 @@ def run(
     """Do the work of ``SharedExpertMoEBlock.forward_deepep``; see there."""
     if not isinstance(path, ExpertParallelPath):  # nor is there anyone to tell the other ranks
         raise TypeError(f"path: expected an ExpertParallelPath, got {type(path).__name__}")
+    # Until it is called, the others may be in a collective of its own.
+    waited_for: SharedExpander | None = path.expand
+    top_k: int | None = None
     try:
         check_path(block.experts, block.shared_is_fused, path)
         x = find.adjacent_columns(rows_of(hidden_states, block.experts.hidden_dim))
@@ -148,10 +148,20 @@ def run(
                 "hidden_states: expected no gradient, since a dispatch does not carry it; call "
                 "under torch.no_grad()"
             )
-        ids, weights, factor = _route(block, x, path, num_token_non_padded)
+        topk = as_standard(block._route(x))
+        top_k = find.top_k_of(topk)
+        factor = float(topk.routed_scaling_factor)
+        ids, weights = _choice(topk, path, num_token_non_padded)
+        if path.expand is not None:
+            shared_weight = _shared_weight(factor)
+            waited_for = None
+            ids, weights = path.expand(ids, weights, shared_weight)
     except Exception:
-        # It may be this rank's alone, and the others are in their dispatch.
-        path.dispatcher.stop(_device_of(block, hidden_states))
+        # It may be this rank's alone, and the others are in their expander or their dispatch.
+        device = _device_of(block, hidden_states)
+        stop = getattr(waited_for, "stop", None)
+        if stop is None or stop(device, _top_k_of(block.gate) if top_k is None else top_k):
+            path.dispatcher.stop(device)
         raise
     rows = path.dispatcher.dispatch(x, ids, weights)
     output = _run_experts(block.experts, rows, path.dispatcher.takes_deferred)

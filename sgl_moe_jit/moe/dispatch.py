@@ -100,7 +100,14 @@ class Dispatcher(Protocol):
 
 
 class SharedExpander(Protocol):
-    """Turns a router's choice into ids of the dispatch space, with the shared experts' columns."""
+    """Turns a router's choice into ids of the dispatch space, with the shared experts' columns.
+
+    One that asks the other ranks joins them once a call, also with arguments that it refuses, and
+    has a second method, ``stop(device, top_k) -> bool``, which joins them in place of a call: a
+    rank that an error has stopped before its expander calls it, with K where that is known. It
+    returns whether the others go on to their dispatch; if not, nobody tells them, and they wait.
+    What wraps such an expander has to pass ``stop`` on.
+    """
 
     def __call__(
         self, topk_ids: Tensor, topk_weights: Tensor, shared_weight: float

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each of three gloo processes checks of dispatch and block."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,6 +66,7 @@ def check(rank):
             assert torch.equal(outputs[1], outputs[3])  # nor does the fixed size
     check_refusals(world, rank)
     check_balanced(world, rank)
+    check_stopped(dist.new_group(timeout=timedelta(seconds=20)), rank)
     # Ranks of a part of the world, in another order: 2 is its first, 0 its second.
     pair = dist.new_group([2, 0], sort_ranks=False)
     if rank != 1:
@@ -109,6 +112,28 @@ def check_refusals(group, rank):
         dispatcher.dispatch(x, ids, weights)
     rows = dispatcher.dispatch(x, ids.clamp(max=8), weights)
     assert rows.hidden_states.shape[1] == H
+
+
+def check_stopped(group, rank):
+    """One rank stops before its balancer or in it; the others are told, and the group lives on."""
+    layout, whole = EpLayout(6, ep_size=RANKS), Whole.make(6)
+    ids, weights = choose(rank, 3, 6, 2)
+    x = random(20 + rank, 3, H) * H**0.5
+    for options in ({}, {"mode": "exact_restricted", "max_tokens_per_rank": 4}):
+        balancer = WaterfillBalancer(layout, rank, group=group, dynamic=True, **options)
+        path = ExpertParallelPath(TorchDispatcher(group, layout.num_local), balancer)
+        gate = FixedGate(ids, weights)
+        block = SharedExpertMoEBlock(gate, whole.fused(layout, rank), shared_is_fused=True)
+        check_output(block.forward_deepep(x, path), whole, x, ids, weights)
+        wrong, text = (x[:, 1:], "hidden_states: expected") if rank == 1 else (x, "rank 1 stopped")
+        with pytest.raises(ValueError, match=text):
+            block.forward_deepep(wrong, path)
+        if rank == 1:
+            with pytest.raises(TypeError, match="topk_ids: expected a Tensor, got list"):
+                balancer(ids.tolist(), weights)
+        else:
+            balancer(ids, weights)
+        check_output(block.forward_deepep(x, path), whole, x, ids, weights)
 
 
 def run(rank, store):
