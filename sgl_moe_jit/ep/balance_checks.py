@@ -50,9 +50,11 @@ def check_group(group: dist.ProcessGroup | None, layout: EpLayout, rank: int) ->
             "group: expected an initialised torch.distributed for dynamic=True, got none; call "
             "torch.distributed.init_process_group first"
         )
-    if not isinstance(group, (dist.ProcessGroup, type(None))):
-        raise TypeError(f"group: expected a ProcessGroup or None, got {type(group).__name__}")
-    size, place = dist.get_world_size(group), dist.get_rank(group)
+    try:
+        size, place = dist.get_world_size(group), dist.get_rank(group)
+    except (AttributeError, TypeError) as error:
+        kind = type(group).__name__
+        raise TypeError(f"group: expected a ProcessGroup or None, got {kind}") from error
     if (size, place) != (layout.ep_size, rank):
         raise ValueError(
             f"group: expected {layout.ep_size} ranks with this one as {rank}, got {size} with this "

@@ -279,5 +279,5 @@ def test_ranks_that_do_not_divide_the_experts_are_refused():
     stock = stock_block("deepseek_v3")
     with pytest.raises(ValueError, match="ep_size: expected a divisor of the 8"):
         FusedMoE.from_transformers(stock, 0, 3)
-    with pytest.raises(ValueError, match="rank: expected 0 <= rank < ep_size, 2, got 2"):
+    with pytest.raises(ValueError, match="ep_rank: expected 0 <= ep_rank < ep_size, 2, got 2"):
         FusedMoE.from_transformers(stock, 2, 2)

@@ -105,7 +105,9 @@ KINDS = [
 def test_halves_and_alternating_are_the_same_function(kind):
     gate, up = torch.randn(2, 5, 8, dtype=torch.float64).unbind()
     halves = kind(torch.cat((gate, up), -1))
-    assert torch.equal(kind.laid_out(False)(torch.stack((gate, up), -1).flatten(-2)), halves)
+    alternating = kind.laid_out(False)(torch.stack((gate, up), -1).flatten(-2))
+    # torch's exp of adjacent values and of every second one may be two functions.
+    torch.testing.assert_close(alternating, halves, rtol=2**-48, atol=0)
     assert kind.laid_out(False).laid_out(True) == kind
 
 
