@@ -102,7 +102,7 @@ class Contest:
     def on_cuda(
         self, shape: str, contestants: Mapping[str, Callable[[], Contestant]], *, captures: int = 1
     ) -> dict[str, Outcome]:
-        """Time the contestants of one shape in CUDA graphs; ``shape`` names it in messages.
+        """Time the contestants of one shape in CUDA graphs.
 
         Args:
             shape: Names it in messages.

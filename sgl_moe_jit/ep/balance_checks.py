@@ -43,6 +43,7 @@ def check_group(group: dist.ProcessGroup | None, layout: EpLayout, rank: int) ->
     """Refuse a group of another size or order than the layout's ranks.
 
     Raises:
+        TypeError: it is no group.
         ValueError: says so, or that there is no group yet.
     """
     if not dist.is_available() or not dist.is_initialized():
